@@ -9,9 +9,9 @@ namespace tensormount {
 // Calls `fn` at the end of its scope, on every path including exceptions, unless cancelled. For
 // cleanup that is too small for a class. `fn` must not throw. Used on the stack of one thread:
 //
-//   AtExit take_back([&] { registrar.Unregister(id); });
-//   ...            // Every return from here on takes it back,
-//   take_back.Cancel();  // until ownership has passed on.
+//   AtExit unregister([&] { registrar.Unregister(id); });
+//   ...                   // A return or exception here unregisters `id`.
+//   unregister.Cancel();  // From here on `id` stays registered.
 template <typename Fn>
 class [[nodiscard]] AtExit {
  public:

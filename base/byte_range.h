@@ -12,8 +12,8 @@ namespace tensormount {
 // untrusted offsets are added with base/checked.h before.
 //
 // Half open, so that neighbours share a number ([0, 4) and [4, 9) touch and do not overlap), sizes
-// are plain differences, and empty ranges exist: begin == end. Sorted by begin, then end, the order
-// in which files are read.
+// are plain differences, and empty ranges exist: begin == end. Ranges sort by begin, then end, the
+// order in which files are read.
 struct ByteRange {
   std::uint64_t begin = 0;
   std::uint64_t end = 0;
@@ -21,7 +21,7 @@ struct ByteRange {
   std::uint64_t size() const { return end - begin; }
   bool empty() const { return begin == end; }
   bool Contains(const ByteRange& other) const { return begin <= other.begin && other.end <= end; }
-  // The intersection; an empty range, at the later begin, if there is none.
+  // The intersection; if the ranges do not overlap, an empty range at the later begin.
   ByteRange Intersect(const ByteRange& other) const {
     const std::uint64_t from = std::max(begin, other.begin);
     return {from, std::max(from, std::min(end, other.end))};

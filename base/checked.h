@@ -40,8 +40,8 @@ constexpr std::optional<To> CheckedCast(From v) {
   return static_cast<To>(v);
 }
 
-// Converts a byte position or count to a signed coordinate (Dims, Box). Only within a checked shape
-// or a file, which end below 2^63.
+// Converts a byte position or count to a signed coordinate (Dims, Box). Only for numbers within a
+// checked shape or a file, which are below 2^63.
 constexpr std::int64_t Signed(std::uint64_t v) { return static_cast<std::int64_t>(v); }
 
 // Whether [offset, offset + length) lies inside [0, size). Always use this: `offset + length <=

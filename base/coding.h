@@ -22,7 +22,7 @@
 
 namespace tensormount {
 
-// Little-endian load at any alignment. A port to a big-endian machine would swap bytes only here.
+// Loads a little-endian number from any alignment.
 template <typename T>
 T LoadLittle(const void* p) {
   T v;
@@ -60,7 +60,7 @@ class ByteWriter {
     U32(static_cast<std::uint32_t>(s.size()));
     Raw(s.data(), s.size());
   }
-  // Appends bytes whose length the reader knows.
+  // Appends bytes without their length, which the reader must know.
   void Raw(const void* p, std::size_t n) { out_.append(static_cast<const char*>(p), n); }
 
   // The bytes so far; move them out when complete. Not const, so that an encoder can fill in a
@@ -83,7 +83,7 @@ class ByteWriter {
 // Compare a count with left() before allocating memory for it: until then it is untrusted.
 class ByteReader {
  public:
-  // `what` names the object in the error; must outlive the reader.
+  // `what` names the object in errors. `data` and `what` must outlive the reader.
   ByteReader(std::string_view data, std::string_view what) : data_(data), what_(what) {}
 
   std::uint8_t U8() { return Fixed<std::uint8_t>(); }
@@ -101,7 +101,7 @@ class ByteReader {
   std::string_view String(std::size_t max);
   std::string_view Raw(std::size_t n);
 
-  // Number of unread bytes: an upper bound for every count that follows.
+  // Number of unread bytes: an upper bound for the number of items that can follow.
   std::size_t left() const { return data_.size() - at_; }
   std::size_t position() const { return at_; }
   // kDataLoss "<what>: truncated at byte N" if a read went past the end.
@@ -111,7 +111,8 @@ class ByteReader {
   Status Finish() const;
 
  private:
-  // After a failure left() is 0, so every later read fails, too, even a shorter one.
+  // Reads a number of fixed size. After a failure left() is 0, so that every later read fails, too,
+  // even one of fewer bytes.
   template <typename T>
   T Fixed() {
     if (left() < sizeof(T)) {

@@ -12,7 +12,7 @@ std::string HumanBytes(std::uint64_t bytes) {
   constexpr std::array kUnits = {"kB", "MB", "GB", "TB", "PB", "EB"};
   double value = static_cast<double>(bytes) / 1000;
   std::size_t unit = 0;
-  // 999.95 would be printed as 1000.0.
+  // 999.95 would be printed as 1000.0, so it already moves to the next unit.
   while (value >= 999.95 && unit + 1 < kUnits.size()) {
     value /= 1000;
     ++unit;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CRC-64/NVME of base/hash.h without special instructions; crc64_clmul.cc has the fast form.
-// The form is chosen at program start. A separate file from hash.cc, which wraps a library.
+// The form is chosen at program start.
 //
 // A CRC is the remainder of the bytes, read as a polynomial. So the CRC of a tensor is the sum
 // (exclusive or) of its runs' contributions, each shifted by the number of bytes after it: a
@@ -72,7 +72,8 @@ Crc64 Crc64Bitwise(Crc64 crc, const void* data, std::size_t size) {
 bool Crc64IsAccelerated() { return &crc64::Chosen() != &crc64::PortableForm(); }
 
 Crc64Shift::Crc64Shift(std::uint64_t bytes) : factor_(crc64::kInverseX) {
-  // Each product includes a factor x, hence the x^-1 in the empty product and in every power.
+  // `multiply` also multiplies by x. The factor of a shift by 0 bytes is therefore x^-1, and each
+  // of kBytePowers has a factor x^-1.
   const crc64::MultiplyFn multiply = crc64::Chosen().multiply;
   bool first = true;
   for (std::size_t k = 0; bytes != 0; ++k, bytes >>= 1) {
@@ -98,7 +99,8 @@ Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::siz
     for (; rows > 0; --rows, src += step) crc = shift.Apply(crc) ^ Crc64Extend(0, src, run);
     return crc;
   }
-  // The inversions at both ends of a run, as bytes that are added (XOR) to the run.
+  // Form::rows does not invert the CRC at its begin and end. Bytes that it XORs into each run have
+  // the same effect: ones into the first eight, kFinalOnes into the last eight.
   std::array<std::byte, crc64::kLongestRow> ones{};
   const std::size_t padded = crc64::PaddedRun(run);
   std::memset(ones.data() + (padded - run), 0xFF, 8);

@@ -18,8 +18,9 @@
 namespace tensormount::crc64 {
 namespace {
 
-// Target attributes per function, not per file, because other functions here run before the CPU is
-// known. The helpers are always inlined, because a call would pass vectors through memory.
+// Target attributes are per function, not per file, because HasClmul and other functions of this
+// file run on every CPU. The helpers are always inlined, because a call would pass vectors through
+// memory.
 #define TENSORMOUNT_CLMUL __attribute__((target("pclmul,ssse3,sse4.1")))
 #define TENSORMOUNT_CLMUL_INLINE \
   __attribute__((target("pclmul,ssse3,sse4.1"), always_inline)) inline
@@ -65,8 +66,8 @@ TENSORMOUNT_CLMUL_INLINE std::uint64_t Reduce(__m128i v) {
       _mm_set_epi64x(static_cast<long long>(kDivisor), static_cast<long long>(kQuotient));
   const __m128i quotient = _mm_clmulepi64_si128(v, k, 0x00);
   const __m128i product = _mm_clmulepi64_si128(quotient, k, 0x10);
-  // kDivisor omits the constant term (x^0) of P; its product is the quotient itself, which is added
-  // here.
+  // kDivisor omits the constant term (x^0) of P. The product of the quotient with that term is the
+  // quotient itself, which is added here.
   const __m128i high = _mm_unpackhi_epi64(_mm_xor_si128(v, product), v);
   return LowWord(_mm_xor_si128(high, quotient));
 }
@@ -329,7 +330,8 @@ TENSORMOUNT_WIDE std::uint64_t RowsWide(const std::byte* src, std::ptrdiff_t ste
   }
 }
 
-// Processes strips of eight lanes, over as many rows as the first-level cache holds.
+// RowsNarrow processes strips of kStripLanes lanes (of 16 bytes), over as many rows as have
+// kRowsBlock bytes, which the first-level cache holds.
 constexpr std::size_t kRowsBlock = 24 * 1024;
 constexpr int kStripLanes = 8;
 
@@ -371,7 +373,8 @@ TENSORMOUNT_CLMUL std::uint64_t RowsNarrow(const std::byte* src, std::ptrdiff_t 
   const std::size_t before = padded - run;
   const std::size_t part = before % 16;  // Bytes of the first lane that are outside the run.
   const __m128i k = Set(by);
-  // Shifts a lane's bytes up by `part` and clears those below.
+  // The control of _mm_shuffle_epi8 that moves a lane's bytes up by `part` and sets the lowest
+  // `part` bytes to zero.
   const __m128i up =
       _mm_sub_epi8(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                    _mm_set1_epi8(static_cast<char>(part)));
@@ -404,7 +407,7 @@ constexpr Form kClmul = {"pclmul", ExtendClmul, MultiplyClmul, RowsNarrow};
 constexpr Form kWide = {"vpclmulqdq", ExtendWide, MultiplyClmul, RowsWide};
 
 bool HasClmul() {
-  __builtin_cpu_init();  // Callers may be static initialisers.
+  __builtin_cpu_init();  // Required in static initialisers, which may call this function.
   return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("ssse3") &&
          __builtin_cpu_supports("sse4.1");
 }

@@ -50,8 +50,9 @@ constexpr std::uint64_t MultiplyPortable(std::uint64_t a, std::uint64_t b) {
 // x^-1 mod P, which exists because P has the term 1: (P - 1) / x.
 inline constexpr std::uint64_t kInverseX = (kReflected << 1) | 1;
 
-// The eight bytes whose CRC without inversions is all ones: all ones divided by x^64. Appended to a
-// run they produce the final inversion, as eight bytes of ones before it produce the initial one.
+// The eight bytes whose CRC without inversions is all ones: all ones divided by x^64. XORed into
+// the last eight bytes of a run they have the effect of the final inversion. Eight bytes of ones,
+// XORed into the first eight, have the effect of the initial inversion.
 inline constexpr std::uint64_t kFinalOnes = [] {
   std::uint64_t v = ~std::uint64_t{0};
   for (int i = 0; i < 64; ++i) v = (v >> 63) != 0 ? ((v ^ kReflected) << 1) | 1 : v << 1;
@@ -110,12 +111,12 @@ inline constexpr auto kTables = [] {
   return t;
 }();
 
-// Extends a CRC by `size` bytes from `src`, and copies them to `dst` unless it is null. `state` is
-// the CRC between the inversions at the beginning and at the end.
+// Extends a CRC by `size` bytes from `src`, and copies them to `dst` unless `dst` is null. `state`
+// and the result are the CRC after the initial and before the final inversion.
 using ExtendFn = std::uint64_t (*)(std::uint64_t state, void* dst, const void* src,
                                    std::size_t size);
 using MultiplyFn = std::uint64_t (*)(std::uint64_t a, std::uint64_t b);
-// Factors that shift a pair of words: for its lower word, and its higher one.
+// Factors that shift a pair of words: one for the lower word, one for the higher.
 using FoldPair = std::array<std::uint64_t, 2>;
 
 // Sums of runs are computed by lanes, 64 bytes at the same position of every run. Lanes are aligned
@@ -126,8 +127,8 @@ constexpr std::size_t PaddedRun(std::size_t run) {
   return (run + kLaneBytes - 1) / kLaneBytes * kLaneBytes;
 }
 // The CRC of the sum of runs of 64 to kLongestRow bytes, where the sum so far is shifted by `by`
-// for each next run. Without inversions; instead `ones`, of PaddedRun(run) bytes, is added to each
-// run.
+// for each next run. The CRC has no inversions; instead `ones`, of PaddedRun(run) bytes, is XORed
+// into each run (kFinalOnes).
 using RowsFn = std::uint64_t (*)(const std::byte* src, std::ptrdiff_t step, std::size_t run,
                                  std::size_t rows, FoldPair by, const std::byte* ones);
 
@@ -137,7 +138,7 @@ struct Form {
   const char* name;
   ExtendFn extend;
   MultiplyFn multiply;
-  RowsFn rows;  // Null: not faster than run by run.
+  RowsFn rows;  // Null: hashing run by run is as fast.
 };
 
 // The table-based form, which works everywhere.

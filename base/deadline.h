@@ -7,17 +7,17 @@
 
 namespace tensormount {
 
-// The longest wait, to which longer ones are cut: practically endless, and still small enough to
-// add to the current time. milliseconds::max() would overflow into the past.
+// The longest wait; callers shorten longer ones to it. It is practically endless, and still small
+// enough to add to the current time: milliseconds::max() would overflow into the past.
 inline constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24 * 365);
 
 // A point of the steady clock at which a wait gives up. A value type; never infinite, because no
 // call waits forever. Make one at the start of an operation and pass it down, so that all parts
-// share the time. The steady clock, so that setting the system time does not affect waits.
+// share the time. Setting the system time does not affect the steady clock.
 //
 //   const Deadline deadline = Deadline::After(limit);
-//   TENSORMOUNT_RETURN_IF_ERROR(Connect(peer, deadline));   // May take all of it;
-//   return Receive(peer, deadline);                         // this gets the rest.
+//   TENSORMOUNT_RETURN_IF_ERROR(Connect(peer, deadline));   // May take all of the time.
+//   return Receive(peer, deadline);                         // Gets the time that is left.
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;

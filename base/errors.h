@@ -14,8 +14,8 @@ namespace tensormount {
 // A message names the object first and then the problem; callers add context with
 // Status::WithContext. tensormount/status.h has all codes.
 
-// Only these two have helpers, because a code and a sentence in place read better; a third would
-// need dozens of callers.
+// Other codes have no helper: Status(Code::kBusy, ...) is as short. Add one only for a code that
+// dozens of places return.
 
 // Stored data, or data from another rank, are invalid (kDataLoss).
 inline Status DataLoss(std::string why) { return Status(Code::kDataLoss, std::move(why)); }

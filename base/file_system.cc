@@ -32,8 +32,8 @@ Status ShortFileError(const File& file, std::uint64_t offset, std::size_t size, 
                                      ", but the file ends at byte " + std::to_string(offset + got));
 }
 
-// Limits of one request to storage, because a cancelled read waits until its last request has
-// ended.
+// Limits of one announcement and of one read call of ReadMany, because a cancelled ReadMany waits
+// until its last request to storage has ended.
 constexpr std::size_t kMostRunsTold = 512;
 constexpr std::size_t kMostBytesAtOnce = std::size_t{8} << 20;
 
@@ -66,9 +66,9 @@ Status ReadOneRun(File& file, const ReadRun& run, const ReadLimits& limits) {
 
 }  // namespace
 
-// Measured: 1,000 runs of 4 KiB in an uncached file of 1 GiB on an SSD take 193 ms one after
-// another, 34 ms on 8 threads and 17 ms after hints. If the file is in the page cache, one after
-// another and after hints take 2 ms, 8 threads 9 ms.
+// Announces the runs with StartReading, then reads them one after another. Measured for 1,000 runs
+// of 4 KiB of an uncached file of 1 GiB on an SSD: 17 ms; without the announcements 193 ms; on 8
+// threads instead 34 ms. With the file in the page cache: 2 ms, 2 ms and 9 ms.
 Status File::ReadMany(std::span<const ReadRun> runs, const ReadLimits& limits) {
   std::vector<Buffer> pieces;
   while (!runs.empty()) {
@@ -159,8 +159,8 @@ void FileSystem::SleepFor(std::chrono::milliseconds time) { std::this_thread::sl
 
 namespace {
 
-// Resolves `name` below `directory` to a path inside it. The result is no protection against a
-// directory that is exchanged for a link before the path is used.
+// Resolves `name` below `directory` to a path inside it. Does not protect against a directory that
+// is replaced by a link before the caller uses the path.
 Result<std::string> ResolveBeneath(FileSystem& fs, const std::string& directory,
                                    const std::string& name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string root, fs.Resolve(directory));
@@ -213,8 +213,8 @@ Status FileSystem::WriteFileDurably(const std::string& path, std::string_view da
   return s;
 }
 
-// Uses an exchange, because FileSystem has no rename that replaces. A crash in between leaves
-// `path`.new, which the next call removes.
+// Uses an exchange, because FileSystem has no rename that replaces. A crash may leave `path`.new,
+// which the next call removes.
 Status FileSystem::ReplaceFile(const std::string& path, std::string_view data) {
   const std::string fresh = path + ".new";
   if (Exists(fresh)) TENSORMOUNT_RETURN_IF_ERROR(RemoveFile(fresh));
@@ -222,7 +222,7 @@ Status FileSystem::ReplaceFile(const std::string& path, std::string_view data) {
   Status s = file->WriteAt(0, data.data(), data.size());
   const Status closed = file->Close();
   if (s.ok()) s = closed;
-  if (s.ok() && !Exists(path)) return RenameNoReplace(fresh, path);  // The first time.
+  if (s.ok() && !Exists(path)) return RenameNoReplace(fresh, path);  // There is no old file.
   if (s.ok()) s = Exchange(fresh, path);
   // Removes the old file, or a partial new one.
   (void)RemoveFile(fresh);
@@ -253,7 +253,8 @@ Status FileSystem::SyncMovedFolder(const std::string& moved, const std::string& 
     return SyncDirectory(from);
   }
   const Status synced = SyncDirectory(moved);
-  // `moved` was renamed meanwhile, or may not be opened.
+  // `moved` was renamed meanwhile, or this user may not open it; then the whole file system is
+  // synced instead.
   const bool unreached =
       synced.code() == Code::kNotFound || synced.code() == Code::kPermissionDenied;
   return unreached ? SyncFileSystem(to) : synced;

@@ -22,10 +22,9 @@
 // and other storage back ends are possible. FileSystemFor (base/file_system_for.h) chooses the
 // implementation for a path.
 //
-// Three implementations: the host's (host_file_system.cc), an observer around any other
-// (ObservedFileSystem), and a test file system that loses what was not synced
-// (tests/support/power_cut.h). The last is why every durability step is an explicit call: those
-// tests simulate power cuts.
+// Implementations: the host's (host_file_system.cc); in tests/support/, among others, an observer
+// around any other (ObservedFileSystem), and one that simulates power cuts: it loses what was not
+// synced (PowerCutFileSystem). So that it can, every durability step is an explicit call.
 
 namespace tensormount {
 
@@ -102,7 +101,7 @@ class File {
   };
   virtual Result<std::size_t> ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces);
   // Reads all runs completely. Use it whenever more than one run is needed and nothing is mapped: a
-  // remote file system can fetch them in one round trip. Runs are sorted by offset; adjacent runs
+  // remote file system can fetch them in one round trip. Pass runs sorted by offset; adjacent runs
   // are read together. ReadAt and ReadMany retry transient errors themselves, so their result is
   // final for this call; a new call may succeed after kUnavailable and kDeadlineExceeded. Errors:
   // kDataLoss, as in ReadExactAt, for the first run past the end of the file; kCancelled and
@@ -110,8 +109,8 @@ class File {
   // contents of all runs are undefined. The default calls StartReading for the runs, then reads
   // them one after another.
   virtual Status ReadMany(std::span<const ReadRun> runs, const ReadLimits& limits = {});
-  // Reads the part of the range, from its beginning, that is in the page cache; returns its length,
-  // or nullopt if that is not known. Never fails: ReadAt reports errors.
+  // Reads the first bytes of the range, as far as they are in the page cache, and returns their
+  // number; nullopt if the file system cannot tell. Never fails: ReadAt reports errors.
   virtual std::optional<std::size_t> ReadCached(std::uint64_t offset, void* out, std::size_t size) {
     (void)offset;
     (void)out;
@@ -124,7 +123,7 @@ class File {
   virtual Status Truncate(std::uint64_t size) = 0;
   // Hint: this range is complete and will be synced, so writeback may start now. Never fails.
   virtual void StartWriteback(std::uint64_t offset, std::uint64_t size) {
-    (void)offset;  // Without effect by default.
+    (void)offset;  // The default does nothing.
     (void)size;
   }
   // Hint: this range will be read soon, so read-ahead may start now. Never fails.
@@ -154,8 +153,10 @@ class File {
   Status ReadExactAt(std::uint64_t offset, void* out, std::size_t size);
 };
 
-// Operations do not follow a symlink in the last component of a path (ELOOP), except Stat and
-// Resolve. Codes follow errno: kNotFound, kAlreadyExists, … Implementations are thread-safe.
+// If the last component of a path is a symlink, OpenRead, OpenShared, List and SyncDirectory refuse
+// it (ELOOP); LinkStat, Link, renames and removals act on the symlink itself; Stat, Resolve and
+// AccessList follow it. Codes follow errno: kNotFound, kAlreadyExists, … Implementations are
+// thread-safe.
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
@@ -214,7 +215,7 @@ class FileSystem {
   // Whether SyncDirectory of a directory that was renamed into `folder` makes its new name durable,
   // so that syncing its old parent is unnecessary (btrfs: docs/format.md, "Renamed folders").
   virtual bool CanSyncOnlyMovedFolder(const std::string& folder) {
-    (void)folder;  // POSIX does not guarantee it.
+    (void)folder;  // POSIX gives no such guarantee.
     return false;
   }
   // The absolute path without symlinks (realpath).
@@ -242,7 +243,7 @@ class FileSystem {
   // mkdir -p; existing components may be symlinks.
   Status CreateDirectories(const std::string& path);
   // rm -r: never follows symlinks; a missing path is ok. The default uses the operations above. The
-  // host's version walks by descriptor, and also opens directories that lack write permission.
+  // host's version walks by descriptor, and gives the owner missing permissions of directories.
   virtual Status RemoveTree(const std::string& path);
   bool Exists(const std::string& path);
   // Creates the directory if it is missing; kAlreadyExists if the name belongs to something else.

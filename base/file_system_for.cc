@@ -10,7 +10,7 @@
 namespace tensormount {
 namespace {
 
-// Remote paths of scp and rsync: "user@host:x", "host:/x".
+// Whether `text` has the form of a remote path of scp or rsync: "user@host:x", "host:/x", "host:".
 bool IsRemotePath(std::string_view text) {
   const std::string_view head = text.substr(0, text.find('/'));
   const std::size_t colon = head.find(':');

@@ -16,11 +16,11 @@ namespace tensormount {
 // show what the user typed, and other ranks or the mount's daemon find the same file system.
 //
 // A text without a scheme is a path on the host, as is "./s3:/bucket". kUnsupported for
-//   - a URL of an unknown scheme ("s3://bucket/x") and for a path as scp takes it
-//     ("user@host:x", "host:/x"): on the host it would name a directory "s3:" by mistake;
-//   - "~/x", which no shell has replaced.
-// The result depends only on the text, so that all ranks of a job agree, and no storage is
-// accessed: missing features of a machine are errors of later calls.
+//   - a URL of an unknown scheme ("s3://bucket/x") and a path as scp takes it ("user@host:x",
+//     "host:/x"): as a path on the host it would name a directory "s3:" by mistake;
+//   - "~" and "~/x", which only a shell expands.
+// The result depends only on the text, so that all ranks of a job agree. No storage is accessed:
+// whether the path exists is known only from later calls.
 Result<FileSystem*> FileSystemFor(std::string_view text);
 
 // Registers `fs` for texts that begin with `scheme` ("https://"). `fs` must live as long as the

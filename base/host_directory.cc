@@ -84,8 +84,8 @@ Result<std::vector<DirectoryEntry>> ReadAll(DIR* dir, const std::string& path) {
   return out;
 }
 
-// Opens a directory for removal, and adds missing permissions of its owner. The chmod uses a
-// descriptor that follows no symlink.
+// Opens a directory for removal, and gives its owner missing permissions. The chmod goes through a
+// descriptor, so that it cannot follow a symlink.
 DirHandle OpenForRemoval(int at, const char* name) {
   DirHandle dir = OpenDir(at, name);
   if (!dir && errno == EACCES) {
@@ -110,8 +110,8 @@ DirHandle OpenForRemoval(int at, const char* name) {
 }
 
 // Removes `name` below the directory `at`; `path` is for messages. Tries unlink first, without
-// stat: most names are files, and a stat would be outdated by then. For a directory Linux returns
-// EISDIR and POSIX allows EPERM, which also means "not permitted"; opening it as a directory
+// stat: most names are files, and the type could change after a stat. For a directory Linux returns
+// EISDIR and POSIX allows EPERM, which also means "not permitted"; opening the name as a directory
 // distinguishes these. The recursion is as deep as the tree, with one open descriptor per level.
 Status RemoveAt(int at, const std::string& name, const std::string& path) {
   if (unlinkat(at, name.c_str(), 0) == 0 || errno == ENOENT) return Status();
@@ -176,7 +176,7 @@ int WalkBeneath(int folder, std::string_view name, int flags) {
     struct stat st;
     int fd = -1;
     if (part.empty() && !last) {
-      name.remove_prefix(1);  // Doubled slashes.
+      name.remove_prefix(1);  // Skips the second of two slashes.
       continue;
     }
     const std::string step = part.empty() ? "." : part;

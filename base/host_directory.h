@@ -25,7 +25,8 @@ Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory
 // fsync of the directory: makes the names in it durable, not the files' contents.
 Status SyncHostDirectory(const std::string& path);
 // rm -r by descriptors, so that a directory exchanged for a symlink meanwhile does not redirect the
-// removal. Adds missing write permission to directories.
+// removal. Gives the owner of each directory missing permissions, so that its entries can be
+// removed.
 Status RemoveHostTree(const std::string& path);
 
 }  // namespace tensormount

@@ -32,7 +32,7 @@
 namespace tensormount {
 namespace {
 
-// Linux transfers at most 2 GiB minus a page per call; a round size keeps alignment.
+// Linux transfers at most 2 GiB minus a page per call. 1 GiB keeps the next offset aligned.
 constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
 constexpr std::size_t kMaxVector = 1024;  // IOV_MAX
 constexpr std::uint64_t kMaxOffset =
@@ -143,7 +143,7 @@ class HostFile final : public File {
     const ssize_t n = preadv2(fd_, &piece, 1, ToOffset(offset), RWF_NOWAIT);
     if (n >= 0) return static_cast<std::size_t>(n);
     if (errno == EAGAIN) return 0;
-    // The filesystem or kernel does not support such reads. ReadAt reports other errors.
+    // The filesystem or kernel does not support RWF_NOWAIT. Other errors are left to ReadAt.
     if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) knows_cached_ = false;
     return std::nullopt;
   }
@@ -214,8 +214,8 @@ class HostFile final : public File {
  private:
   static off_t ToOffset(std::uint64_t v) { return static_cast<off_t>(v); }
 
-  // Names the position of the failure: the kernel returns the bytes before an unreadable page, so
-  // `byte` is the begin of that page.
+  // Names the position of the failure. The kernel first returns the bytes before an unreadable
+  // page, so `byte` is the begin of that page.
   static std::string ReadingFrom(std::uint64_t byte) {
     return "read from byte " + std::to_string(byte) + " of";
   }
@@ -403,8 +403,8 @@ class HostFs final : public FileSystem {
   static Result<std::unique_ptr<File>> Opened(int fd, const std::string& path,
                                               std::string_view action) {
     if (fd < 0) return HostError(errno, action, path);
-    // From here on the descriptor is closed on every path. open(2) accepts a directory for reading,
-    // and O_NONBLOCK a FIFO; both are refused here.
+    // From here on HostFile closes the descriptor. open(2) accepts a directory for reading and,
+    // with O_NONBLOCK, a FIFO; both are refused here.
     auto file = std::make_unique<HostFile>(fd, path);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
     if (info.kind == FileKind::kDirectory) return HostError(EISDIR, action, path);

@@ -19,8 +19,8 @@ namespace {
 
 constexpr std::string_view kDescriptors = "/proc/self/fd/";
 
-// fork waits for this mutex, which is held only for a few look-ups, so that pins stay valid in the
-// child.
+// Protects PinNames. fork waits for this mutex, which is held only for a few look-ups, so that the
+// child gets it unlocked and its pins stay valid.
 std::mutex& PinsMutex() {
   static constinit std::mutex mutex;
   static const int noted =
@@ -59,7 +59,7 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
       [&] { return open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW); });
   if (fd < 0) return HostError(errno, "open", path);
   std::string pinned = std::string(kDescriptors) + std::to_string(fd);
-  // Without /proc (some containers) use the name itself, without protection.
+  // Without /proc (some containers) the directory cannot be pinned: use its path.
   if (access(pinned.c_str(), F_OK) != 0) {
     close(fd);
     return std::make_shared<const std::string>(path);

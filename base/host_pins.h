@@ -17,7 +17,7 @@ namespace tensormount {
 Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& path);
 
 // The descriptor of a pinned directory, by its pinned path; -1 for other paths. The pin owns the
-// descriptor and must live while it is used.
+// descriptor and must live while the descriptor is used.
 int PinnedDescriptor(const std::string& path);
 
 // `path` for messages: a pinned directory is replaced by its original name.

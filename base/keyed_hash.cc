@@ -67,7 +67,7 @@ void Blake2sCompress(Blake2sState& h, const std::uint8_t* block, std::uint64_t t
 
 KeyedDigest KeyedHash(const SecretKey& key, std::string_view message) {
   Blake2sState h = kBlake2sIv;
-  // Digest and key sizes, fan-out and depth 1.
+  // The parameter block of RFC 7693: sizes of digest and key, fan-out 1, depth 1.
   h[0] ^= 0x01010000u ^ (static_cast<std::uint32_t>(kKeyBytes) << 8) ^
           static_cast<std::uint32_t>(sizeof(KeyedDigest));
   std::uint8_t block[kBlake2sBlock] = {};

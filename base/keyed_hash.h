@@ -13,7 +13,7 @@
 namespace tensormount {
 
 // A hash that resists adversaries, unlike those of base/hash.h. A process proves that it knows a
-// key by hashing the other side's challenge; a listener learns nothing about the key.
+// key by hashing the other side's challenge; an eavesdropper learns nothing about the key.
 
 inline constexpr std::size_t kKeyBytes = 32;
 using SecretKey = std::array<std::uint8_t, kKeyBytes>;

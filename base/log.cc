@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Log lines, each written by one write(2). There are few, because errors are returned; a line is
-// about a thread or a request that nothing waits for. Programs that embed the library install their
+// Log lines, each written by one write(2). There are few: errors are returned to the caller, and
+// only events for which no caller waits are logged. Programs that embed the library install their
 // own sink (SetLogSink).
 #include "base/log.h"
 
@@ -56,15 +56,16 @@ using Sink = std::function<void(LogLevel, std::string_view)>;
 
 struct Logger {
   std::atomic<LogLevel> level{LogLevel::kWarning};
-  std::mutex mutex;  // Held while the sink runs, so that a replaced sink is never running.
-  // A pointer, so that a forked child has the old sink or the new one.
+  std::mutex mutex;  // Held while the sink runs: after SetLogSink the old sink is not running.
+  // A pointer, so that a child forked during SetLogSink has the old sink or the new one, and not a
+  // half-written one.
   std::unique_ptr<const Sink> sink;
 };
 
-// Whether this thread is inside the sink: the logger's lock is not recursive.
-// Aligned because of mold 1.10, which begins the segment that becomes read-only at the thread-local
-// variables. If these end at a page boundary and the next section has a larger alignment, the
-// program cannot be loaded.
+// Whether this thread is inside the sink; it must then not lock the logger again.
+// Aligned because of the linker mold 1.10, which begins the segment that becomes read-only at the
+// thread-local variables. If these end at a page boundary and the next section has a larger
+// alignment, the program cannot be loaded.
 alignas(64) thread_local bool in_sink = false;
 
 // fork does not wait for the lock, because a sink may take any time, and may wait for a lock of the
@@ -92,7 +93,7 @@ void WriteToStandardError(LogLevel level, std::string_view message) {
 void Log(LogLevel level, std::string_view message) {
   Logger& logger = Global();
   if (level < logger.level.load(std::memory_order_relaxed)) return;
-  if (in_sink) {  // A sink that logs would deadlock.
+  if (in_sink) {  // The sink itself logs; this thread already holds logger.mutex.
     WriteToStandardError(level, message);
     return;
   }

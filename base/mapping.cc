@@ -54,7 +54,7 @@ bool EnableMappingGuard() {
   SignalAction action{};
   action.sa_sigaction = OnBusError;
   sigemptyset(&action.sa_mask);
-  // SA_NODEFER, because the handler is left by longjmp.
+  // SA_NODEFER: the handler ends by siglongjmp, which would otherwise leave SIGBUS blocked.
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   const bool good = sigaction(SIGBUS, &action, &g_before) == 0;
   g_enabled.store(good, std::memory_order_release);
@@ -102,8 +102,8 @@ namespace {
 
 // Pages per mincore call.
 constexpr std::size_t kAskedPages = 512;
-// Accessing a page maps its whole folio, or the pages around a fault. Steps of this size map most
-// cached pages with few calls (measured on ext4: 64 to 256 pages are equally good, 512 are not).
+// Populating one page also maps cached pages around it (its folio). With steps of this size few
+// calls map most cached pages (measured on ext4: 64 to 256 pages are equally good, 512 are worse).
 constexpr std::size_t kStepPages = 64;
 
 bool PopulatePages(std::uintptr_t begin, std::uintptr_t end) {
@@ -115,8 +115,8 @@ bool PopulatePages(std::uintptr_t begin, std::uintptr_t end) {
   return madvise(reinterpret_cast<void*>(begin), end - begin, kPopulate) == 0;
 }
 
-// Whether all of at most kAskedPages pages are in memory; `begin` is page-aligned. Costs 3 ns per
-// mapped page, 70 ns per other page.
+// Whether all pages of [begin, end), at most kAskedPages, are in memory; `begin` is page-aligned.
+// Costs 3 ns per mapped page, 70 ns per other page.
 bool AreInMemory(std::uintptr_t begin, std::uintptr_t end) {
   unsigned char there[kAskedPages];
   if (mincore(reinterpret_cast<void*>(begin), end - begin, there) != 0) return false;
@@ -137,9 +137,9 @@ bool ForEachBlock(const std::byte* data, std::size_t size, Fn fn) {
 
 }  // namespace
 
-// Populating costs 160 ns per page, even if the page is mapped: more than copying it. So Populate
-// first populates a few pages, which maps their neighbours, and the rest only if pages are still
-// missing.
+// Populating costs 160 ns per page, even if the page is mapped: more than copying the page. So
+// Populate first populates a few pages, which maps their neighbours, and populates the rest only if
+// pages are still missing.
 bool Populate(const std::byte* data, std::size_t size, bool mincore_is_true) {
   return ForEachBlock(data, size, [&](std::uintptr_t begin, std::uintptr_t end) {
     if (!mincore_is_true) return PopulatePages(begin, end);

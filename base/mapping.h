@@ -28,7 +28,7 @@ void DisableMappingGuard();
 // SIGBUS is unblocked meanwhile, because a blocked SIGBUS ends the process.
 bool RunOnMapping(void (*fn)(void*), void* argument);
 
-// Like RunOnMapping above, for a callable whose captures are references.
+// Like RunOnMapping above, for a lambda that captures by reference (it must not own resources).
 template <typename Fn>
 bool RunOnMapping(Fn&& fn) {
   return RunOnMapping([](void* f) { (*static_cast<Fn*>(f))(); }, &fn);

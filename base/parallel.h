@@ -26,17 +26,17 @@ inline unsigned HostCores() {
 // Calls fn(i, state) once for every i below `count`, on `threads` threads (0: one per core),
 // including the caller's. Each thread creates its own `State`: buffers, an open file. Threads take
 // the next i, so that items run in about their order. After the first failure no more items start,
-// and that failure is returned when all threads have ended. If a thread cannot be created there are
-// fewer. Out of memory is kResourceExhausted; other exceptions of fn are kInternal.
+// and that failure is returned when all threads have ended. If threads cannot be created, fewer
+// run. Out of memory is kResourceExhausted; other exceptions of fn are kInternal.
 //
-//   struct Buffer { std::vector<std::byte> bytes; };  // Made once a thread, not once a file.
+//   struct Buffer { std::vector<std::byte> bytes; };  // Made once per thread, not once per file.
 //   Status s = ForEachParallel<Buffer>(files.size(), 0, [&](std::size_t i, Buffer& buffer) {
 //     return Check(files[i], buffer.bytes);
 //   });
 //
-// For steps of a millisecond or more: threads are started for each call, without a pool, because
-// its users (verify, adopt, large reads) call it rarely. fn runs on several threads, so it must
-// lock shared data; writing to element i of a vector of fixed size needs no lock.
+// For steps of a millisecond or more: each call starts its threads, without a pool, because the
+// callers (verify, adopt, large reads) are rare. fn runs on several threads, so it must lock shared
+// data; writing to element i of a vector of fixed size needs no lock.
 template <typename State, typename Fn>
 Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
   std::atomic<std::size_t> next{0};

@@ -25,7 +25,8 @@ class ReadOnlyFile : public File {
 
  protected:
   virtual Status Refused(std::string_view action) {
-    return Status(Code::kUnsupported, std::string(action) + " " + path() + ": it is read-only");
+    return Status(Code::kUnsupported,
+                  std::string(action) + " " + path() + ": the file is read-only");
   }
 };
 

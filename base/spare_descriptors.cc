@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Caches of open files close them when the process runs out of descriptors: an open that fails with
-// EMFILE asks all caches and tries again.
+// Caches of open files close them when the process or the system runs out of descriptors: an open
+// that fails with EMFILE or ENFILE asks all caches and tries again.
 #include "base/spare_descriptors.h"
 
 #include <mutex>
@@ -51,7 +51,7 @@ SpareDescriptors::~SpareDescriptors() {
 }
 
 // Holds the lock, so that no cache is destroyed while it is asked. Asks all caches, because the
-// caller may need more descriptors.
+// caller may soon need more than one descriptor.
 bool SpareDescriptors::CloseSpare() {
   Keepers& keepers = GlobalKeepers();
   std::lock_guard lock(keepers.mutex);

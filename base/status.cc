@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes, their names, and the errno that the kernel gets for each, in one table, so that a new code
-// cannot be forgotten in one place.
+// Status of tensormount/status.h. The names and errno of all codes are in one table, so that a new
+// code cannot be forgotten in one place.
 #include "tensormount/status.h"
 
 #include <cerrno>
@@ -14,7 +14,7 @@ struct CodeRow {
   int err;
 };
 
-// Indexed by Code. The errno is for failures without a failed system call.
+// Indexed by Code. The errno is for failures that no failed system call caused.
 constexpr CodeRow kRows[] = {
     {"OK", 0},
     {"INVALID_ARGUMENT", EINVAL},
@@ -40,8 +40,8 @@ const CodeRow& RowOf(Code code) {
   return i < std::size(kRows) ? kRows[i] : kRows[static_cast<std::size_t>(Code::kInternal)];
 }
 
-// Grouped by what the caller can do, not by the call that failed. The errno itself is kept, too
-// (Status::ToErrno), so that a mount returns the kernel's own.
+// Groups errnos by what the caller can do, not by the call that failed. The Status also keeps the
+// errno itself (Status::ToErrno), and a mount returns that one to the kernel.
 Code CodeOfErrno(int err) {
   switch (err) {
     case ENOENT:
@@ -60,7 +60,7 @@ Code CodeOfErrno(int err) {
     case ENOSPC:
     case EDQUOT:
     case EFBIG:
-    case ENOMEM:  // Not a full disk, but also possibly temporary.
+    case ENOMEM:  // Not a full disk, but it may be temporary, too.
     case EMFILE:
     case ENFILE:
     case EMLINK:
@@ -133,7 +133,7 @@ Status::Status(Code code, std::string message) {
 Status Status::FromErrno(int err, std::string_view action, std::string_view object) {
   std::string message;
   message.append(action).append(" ").append(object).append(": ");
-  // Still a failure, although the errno is lost.
+  // Without an errno the result must still be a failure.
   if (err <= 0) return Status(Code::kInternal, message.append("failed without an errno"));
   ErrorFields fields;
   // Objects other than paths ("an eventfd") have no slash.

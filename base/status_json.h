@@ -11,12 +11,13 @@
 namespace tensormount {
 
 // The JSON form of a failure for the command (--json) and the C interface: {"code", "status",
-// "errno", "message"} and the known fields. Users include <nlohmann/json.hpp>; names from outside
-// may not be UTF-8 (dump with error_handler_t::replace).
+// "errno", "message"} and the known ErrorFields. Callers include <nlohmann/json.hpp>, and dump with
+// error_handler_t::replace, because names from outside may not be UTF-8.
 nlohmann::ordered_json StatusJson(const Status& failure);
 
-// Parses a failure from a program: "status" and "message" are required, unknown members are
-// ignored. kInvalidArgument: `json` is not an object, or lacks these.
+// Parses a failure that a program wrote in this form: "status" and "message" are required, unknown
+// members are ignored. kInvalidArgument: `json` is not an object, or a required member is missing
+// or invalid.
 Status StatusFromJson(std::string_view json, Status& failure);
 
 }  // namespace tensormount

@@ -52,11 +52,12 @@ std::size_t CopyWholeLines(const std::byte* src, std::byte* dst, std::size_t siz
 }
 
 // memcpy with streaming stores, for data that are not read soon: ordinary stores first fetch the
-// lines that they overwrite, which costs half as much again. The caller decides what is too large
-// for the cache. After the last such copy, call EndStream() before other threads may read the data.
+// lines that they overwrite, which adds half to the memory traffic. The caller decides what is too
+// large for the cache. After the last such copy, call EndStream() before other threads may read the
+// data.
 inline void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) {
-  // Streams whole lines and copies both ends by memcpy: partly streamed lines are written in pieces
-  // (measured: 1 GB/s instead of 7).
+  // Streams whole lines and copies both ends by memcpy, because the processor writes a partly
+  // streamed line in pieces (measured: 1 GB/s instead of 7).
   const std::size_t head =
       (kCacheLine - reinterpret_cast<std::uintptr_t>(dst) % kCacheLine) % kCacheLine;
   if (head >= size) {

@@ -20,7 +20,7 @@ Status Guarded(Fn fn) {
   } catch (const std::exception& e) {
     return Status(Code::kInternal, e.what());
   } catch (...) {
-    return Status(Code::kInternal, "unknown exception");
+    return Status(Code::kInternal, "internal error: an exception of an unknown type was thrown");
   }
 }
 

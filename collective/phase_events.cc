@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reports names, times and bytes of a job's phases to the caller's event hook and to the log.
+// Reports names, times and bytes of a job's phases to the caller's event hook. An exception of the
+// hook is logged and ignored.
 #include "collective/phase_events.h"
 
 #include <exception>
@@ -16,9 +17,10 @@ void PhaseEvents::Emit(Event& event) const {
   try {
     hook_(event);
   } catch (const std::exception& e) {
-    Log(LogLevel::kWarning, job_ + " " + path_ + ": the function for events threw: " + e.what());
+    Log(LogLevel::kWarning,
+        job_ + " " + path_ + ": the callback for events threw an exception: " + e.what());
   } catch (...) {
-    Log(LogLevel::kWarning, job_ + " " + path_ + ": the function for events threw");
+    Log(LogLevel::kWarning, job_ + " " + path_ + ": the callback for events threw an exception");
   }
 }
 

@@ -31,8 +31,8 @@ struct SaveControl {
   // before the staging is published or aborted.
   std::function<void(FileSystem&, const Staging&)> on_staging_made = {};
   std::function<void(const Staging&)> on_staging_end = {};
-  // Source of the bytes of shards without memory (for import, which need not hold what it copies).
-  // If empty, such shards cannot be saved.
+  // Source of the bytes of shards without memory, for import, which copies tensors without holding
+  // them in memory. If empty, such shards cannot be saved.
   ShardReader read = {};
   // Time for mtimes, in seconds since 1970; 0: the current time.
   std::int64_t now = 0;
@@ -54,18 +54,17 @@ struct LoadControl {
   // NCCL communicators at a time may deadlock (docs/bulk.md), so an exchange goes between devices
   // only if the caller requires it.
   bool background = false;
-  // A smaller exchange goes between devices only if the caller requires it, because NCCL takes a
-  // second or two to connect.
+  // An exchange of fewer bytes goes between devices only if the caller requires it, because NCCL
+  // takes a second or two to connect.
   std::uint64_t min_device_exchange_bytes = std::uint64_t{2} << 30;
 };
 
-// Fences for the work in all streams that order shards of a state, as of now. Errors name the
-// tensor.
+// Returns marks of the work that is now in the streams of the state's device buffers. Errors name
+// the tensor.
 Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state);
 
-// Returns the failure of a save or load with these fences; sets ErrorFields::memory_in_use if a
-// device may still access the caller's memory. Call after all queues of the save or load are
-// destroyed.
+// Returns `failure`, with ErrorFields::memory_in_use set if a device may still access the caller's
+// memory. Call after all queues of the save or load are destroyed.
 Status AfterDevices(const Status& failure, const DeviceFences* fences);
 // Runs a job (SaveSession or LoadJob). The job, and with it its queues, is destroyed before
 // AfterDevices looks at the verdict.

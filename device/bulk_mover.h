@@ -13,10 +13,10 @@
 #include "tensormount/buffer.h"
 #include "tensormount/status.h"
 
-// The interface below BulkTransport (collective/comm/bulk_transport.h) that moves the bytes.
-// Implementations: memory and messages (collective/comm/), and NCCL (gpu/nccl_link.cc).
-// BulkTransport checks arguments and handles deadlines and failures of other ranks, so the device
-// module needs no other rank code.
+// BulkMover moves the bytes of a BulkTransport (collective/comm/bulk_transport.h) between ranks.
+// gpu/nccl_link.cc implements it over NCCL, tests/collective over shared memory and over messages.
+// BulkTransport checks arguments and handles deadlines and failures of other ranks, so that gpu/
+// needs no code for these.
 
 namespace tensormount {
 
@@ -48,29 +48,32 @@ struct BulkMove {
   bool done = false;  // Set by the mover when nothing accesses the move's memory any more.
 };
 
-// The current exchange, one at a time. All ranks have the same number and plan.
+// One exchange: transfers that all ranks make together. A mover has one exchange at a time.
+// `number` and `plan` are equal on all ranks.
 struct BulkExchange {
   std::uint64_t number = 0;
   std::vector<BulkUnit> plan;
-  std::vector<BulkMove> mine;  // In the order of the plan.
+  std::vector<BulkMove> mine;  // This rank's transfers, in the order of the plan.
 };
 
-// Moves the bytes of exchanges between ranks. Not thread-safe. No call blocks. A failure is final:
-// only Stop, Settled and the destructor may follow.
+// Moves the bytes of exchanges between ranks. Not thread-safe. No call but Close blocks. After a
+// call has failed, only Stop, Settled, Close and the destructor may be called.
 class BulkMover {
  public:
-  // Sends a message from rank 0's mover to the movers of all other ranks (OnBroadcast), in order.
+  // Sends a message from rank 0's mover to OnBroadcast of all other ranks' movers, which receive
+  // several messages in the order of sending.
   using Broadcast = std::function<void(std::string_view word)>;
 
-  // Close has been called before.
+  // The owner must have called Close.
   virtual ~BulkMover() = default;
 
   // Kind of mover, for reports: "memory", "messages", "nccl".
   virtual std::string kind() const = 0;
-  // Whether this memory can be moved from or to; if not, kUnsupported or kInvalidArgument.
+  // Checks that the mover can read and write this memory; kUnsupported if not.
   virtual Status Check(const BulkRange& range) = 0;
-  // Prepares for an exchange. Called repeatedly, on all ranks at the same time, until it returns
-  // true; then Move may be called. Needed at the start, and after Release.
+  // Prepares for exchanges: every rank calls Prepare before its first exchange, and again before
+  // the first exchange after Release. Each rank repeats the call until it returns true, which may
+  // depend on the other ranks; then Move may be called.
   virtual Result<bool> Prepare(const Broadcast& broadcast) = 0;
   virtual void OnBroadcast(std::string_view /*word*/) {}
 
@@ -81,31 +84,31 @@ class BulkMover {
   // Makes progress. True once all transfers of this rank are done.
   virtual Result<bool> Move() = 0;
 
-  // If the mover cannot tell which of several transfers blocks the others: text for the error about
-  // `late` that names the other transfers. Empty if it can tell.
+  // For the error that says that transfer `late` did not end in time: text that names the other
+  // transfers that may be the cause, if the mover cannot tell which one is. Otherwise empty.
   virtual std::string Suspects(const BulkMove& /*late*/) const { return {}; }
 
-  // Aborts the exchange. Memory may still be written until Settled.
+  // Aborts the exchange. Memory may still be written until Settled returns true.
   virtual void Stop() = 0;
   // Whether nothing accesses the memory of the aborted exchange any more.
   virtual Result<bool> Settled() = 0;
-  // Frees memory that only the next exchange needs. True once done.
+  // Frees memory that is needed only during exchanges. Called repeatedly until it returns true.
   virtual Result<bool> Release() = 0;
-  // The last call, after Settled or after waiting for Settled in vain; the only call that may
-  // block, briefly. Returns a log message about work that is left running; empty if there is none.
+  // The last call before the destructor, and the only one that may block, briefly. Returns a log
+  // message about work that is left running; empty if there is none.
   virtual std::string Close() { return {}; }
 };
 
-// One device's end of direct transfers between devices (NCCL). DeviceOps::OpenLink makes it;
-// MakeDeviceTransport combines those of all ranks. Not thread-safe.
+// One device's end of direct transfers between devices (NCCL). DeviceOps::OpenLink makes a link;
+// MakeDeviceTransport combines the links of all ranks. Not thread-safe.
 class DeviceLink {
  public:
   virtual ~DeviceLink() = default;
   // Version of the link, which must be equal on all ranks: "NCCL 2.32.3".
   virtual std::string version() const = 0;
-  // Identifies the device, of which only one rank may be a user (its UUID); empty: unknown.
+  // The UUID of the device, which must differ between ranks; empty: unknown.
   virtual std::string device() const = 0;
-  // Makes the mover of rank `rank`. Called once. Does not block.
+  // Makes the mover of rank `rank` of `ranks`. Called once. Does not block.
   virtual Result<std::unique_ptr<BulkMover>> MakeMover(int rank, int ranks) = 0;
 };
 

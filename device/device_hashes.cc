@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Leaf hashes on devices, many per mark, because a mark costs as much as hashes of small tensors.
+// Computes leaf hashes on devices. Many calls of Add share one mark, because a mark costs as much
+// as hashing a small tensor.
 #include "device/device_hashes.h"
 
 namespace tensormount {
@@ -24,7 +25,7 @@ Status DeviceHashes::Mark(Batch& batch) {
     Result<DeviceQueue*> queue = queues_.Of(batch.device);
     if (!queue.ok()) return queue.status();
     Submission submission = MarkSubmitted(*queue.value(), Status());
-    // An error is kept, because a second mark would not report it again.
+    // Keeps an error of the submission, because a second mark would not report it again.
     batch.mark = submission.status.ok() ? std::move(submission.mark) : submission.status;
     open_.erase(batch.device);
   }
@@ -48,7 +49,7 @@ Result<std::size_t> DeviceHashes::Add(const std::shared_ptr<const OpenedDevice>&
   const Status submitted =
       queue->HashLeaves(gather, base, bytes, leaf_bytes, batch.leaves.back().get());
   if (!submitted.ok()) return device->Name(submitted);
-  // Marks the batch, so that its results are available while the device works on the rest.
+  // Marks a full batch, so that its results can be read while the device works on later batches.
   if (batch.leaves.size() == kHashesOfMark) TENSORMOUNT_RETURN_IF_ERROR(Mark(batch));
   return jobs_.size() - 1;
 }

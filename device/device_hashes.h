@@ -21,7 +21,8 @@ namespace tensormount {
 // per leaf are transferred. Not thread-safe.
 class DeviceHashes {
  public:
-  // Later submissions to `queues` run after the hashes. `queues` must outlive this object.
+  // Hashes are submitted to `queues`, so later submissions there run after them. `queues` must
+  // outlive this object.
   explicit DeviceHashes(DeviceQueues& queues) : queues_(queues) {}
   // Waits at most kDeviceGrace for unfinished hashes, and leaks results that a device may still
   // write.
@@ -29,12 +30,14 @@ class DeviceHashes {
   DeviceHashes(const DeviceHashes&) = delete;
   DeviceHashes& operator=(const DeviceHashes&) = delete;
 
-  // Submits the XXH3-128 of each `leaf_bytes` of the `bytes` bytes that `gather` packs from 0 on,
-  // reading relative to `base`. Returns the number for Get.
+  // Submits hashes. The copies of `gather` read relative to `base` and write to offsets 0 to
+  // `bytes` of a packed buffer; each leaf of `leaf_bytes` of that buffer gets one XXH3-128. Returns
+  // the number to pass to Get.
   Result<std::size_t> Add(const std::shared_ptr<const OpenedDevice>& device,
                           std::span<const StridedCopy> gather, const std::byte* base,
                           std::uint64_t bytes, std::uint64_t leaf_bytes);
-  // Waits for the hashes of call `number` of Add. The span is valid as long as this object.
+  // Waits for the hashes of the Add call that returned `number`, and returns one hash for each
+  // leaf. The span is valid as long as this object.
   Result<std::span<const Hash128>> Get(std::size_t number);
 
  private:
@@ -54,7 +57,8 @@ class DeviceHashes {
 
   DeviceQueues& queues_;
   std::vector<Batch> batches_;
-  std::map<std::shared_ptr<const OpenedDevice>, std::size_t> open_;  // Batches without a mark.
+  // For each device, the index in batches_ of its batch that has no mark yet.
+  std::map<std::shared_ptr<const OpenedDevice>, std::size_t> open_;
   std::vector<Job> jobs_;
 };
 

@@ -25,7 +25,8 @@ std::filesystem::path OwnFolder() {
     return {};
   }
   std::error_code error;
-  // For a program dli_fname may be the name by which the program was called.
+  // In a program, dli_fname may be the name by which it was called, which need not be a path; then
+  // /proc/self/exe gives the path.
   std::filesystem::path file = std::filesystem::canonical(info.dli_fname, error);
   if (error) file = std::filesystem::read_symlink("/proc/self/exe", error);
   return file.parent_path();
@@ -34,8 +35,8 @@ std::filesystem::path OwnFolder() {
 Result<const DeviceModule*> Open() {
   const std::filesystem::path own = OwnFolder();
   std::filesystem::path file;
-  // Looks beside a library (also in a multi-architecture directory), beside bin, and in the build
-  // directory of tests.
+  // `own` is, in this order, a library directory, a multi-architecture library directory, bin, or
+  // bin/tests of a build directory.
   for (const char* folder :
        {"tensormount", "../tensormount", "../lib/tensormount", "../../lib/tensormount"}) {
     std::error_code error;
@@ -65,8 +66,8 @@ Result<const DeviceModule*> Open() {
 
 }  // namespace
 
-// Consists of the version, a hash of the headers that declare the shared types, and the compiler
-// and standard library, whose types are shared, too.
+// The text consists of the version, a hash of the headers that declare the shared types, and the
+// compiler and standard library, because types of the standard library are shared, too.
 std::string DeviceModuleBuild() {
   std::string build = TENSORMOUNT_VERSION " " TENSORMOUNT_DEVICE_INTERFACE " " __VERSION__;
 #if defined(_GLIBCXX_RELEASE)

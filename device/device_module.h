@@ -16,8 +16,8 @@
 
 namespace tensormount {
 
-// The entry table of the module. C++ types may cross the boundary because both sides must have the
-// same `build`: one source tree and one compiler.
+// The entry table of the module. C++ types may pass between the module and the library, because
+// both must have the same `build`: one source tree and one compiler.
 struct DeviceModule {
   const char* build;
   // Opens a device, like DeviceSource (device/devices.h). Thread-safe.
@@ -29,12 +29,12 @@ struct DeviceModule {
 inline constexpr char kDeviceModuleEntry[] = "tensormount_device_module";
 using DeviceModuleEntry = const DeviceModule* (*)();
 
-// The build identification of the library itself.
+// The value that DeviceModule::build must have: the build of the code that calls this function.
 std::string DeviceModuleBuild();
 
-// Opens the module, which stays open. It is searched in the directory `tensormount` beside this
-// library, and in lib beside the directory of a program. kUnsupported, with advice, if it is
-// missing or from another build. Thread-safe.
+// Opens the module, which stays open. Its file is looked for in the directory `tensormount` beside
+// this library, and for a program in bin also in ../lib/tensormount. kUnsupported, with advice, if
+// the module is missing or from another build. Thread-safe.
 Result<const DeviceModule*> OpenDeviceModule();
 
 // Number of devices that saves and loads could use. The errors are those of OpenDeviceModule and of

@@ -23,8 +23,8 @@
 // docs/devices.md describes the design.
 //
 // Work is submitted and completes later: a queue accepts work at once and executes it in order, and
-// a mark stands for all work submitted before it. Only AwaitMark blocks, with a deadline, and a
-// queue where QueueLimits allows it.
+// a mark stands for all work submitted before it. Only AwaitMark (device/pinned_ring.h) blocks,
+// with a deadline, and calls of a queue, within its QueueLimits.
 
 namespace tensormount {
 
@@ -33,20 +33,21 @@ namespace tensormount {
 class DeviceMark {
  public:
   virtual ~DeviceMark() = default;
-  // Whether the mark is reached. An error of the device's earlier work is permanent.
+  // Whether the mark is reached. If earlier work of the device failed, this and all later calls
+  // return its error.
   virtual Result<bool> Reached() = 0;
 };
 
-// A copy by a device: runs of a plan (shard/copy_plan.h) from one memory to another, without
-// overlap.
+// A copy by a device: the runs of a plan (shard/copy_plan.h), from one memory to another. Source
+// and destination must not overlap.
 struct DeviceCopy {
   StridedCopy plan;
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
 };
 
-// How long a queue may block: when the device accepts no more work, and for copies with host memory
-// that is not pinned. `cancel`, if not null, must outlive the queue.
+// Limits for each wait of a queue. A queue waits while the device accepts no more work, and before
+// copies from or to host memory that is not pinned. `cancel`, if not null, must outlive the queue.
 struct QueueLimits {
   std::chrono::milliseconds patience{60'000};
   const std::atomic<bool>* cancel = nullptr;
@@ -66,15 +67,16 @@ class DeviceQueue {
 
   // Copies from device to host, from host to device, and within the device. On the host the bytes
   // of each copy are contiguous, in the order of its runs. If two consecutive copies of a
-  // submission are separated only by the rest of a cache line (64 bytes), CopyOut may overwrite the
-  // bytes between them.
+  // submission are separated on the host only by the rest of a cache line (64 bytes), CopyOut may
+  // overwrite the bytes between them.
   virtual Status CopyOut(std::span<const DeviceCopy> copies) = 0;
   virtual Status CopyIn(std::span<const DeviceCopy> copies) = 0;
   virtual Status CopyWithin(std::span<const DeviceCopy> copies) = 0;
 
-  // Computes XXH3-128 of each `leaf_bytes` (shard/leaf_hash.h) of the `bytes` bytes that `gather`
-  // packs from 0 on, each copy in the order of its runs and reading relative to `base`. `out` gets
-  // one hash per leaf, and is host memory that must live until a later mark is found reached.
+  // Computes leaf hashes (XXH3-128, shard/leaf_hash.h). The copies of `gather` read relative to
+  // `base` and write to offsets 0 to `bytes` of a packed buffer, each contiguously in the order of
+  // its runs. `out` gets one hash for each `leaf_bytes` of that buffer; it is host memory that must
+  // live until a later mark is found reached.
   virtual Status HashLeaves(std::span<const StridedCopy> gather, const std::byte* base,
                             std::uint64_t bytes, std::uint64_t leaf_bytes, Hash128* out) = 0;
   // Computes the contribution of placed boxes to the digest of their tensor
@@ -82,21 +84,22 @@ class DeviceQueue {
   virtual Status Digest(std::span<const PlacedBox> placed, const std::byte* base,
                         const Dims& byte_shape, Crc64* out) = 0;
 
-  // A mark for all work submitted so far. An error may come from work that was accepted earlier and
-  // only now reached the device: it is returned once, and the next mark stands for the work that
-  // the device got.
+  // Returns a mark for all work submitted so far. Mark may first hand over work to the device that
+  // earlier calls only accepted. If that fails, Mark returns the error once, and the next Mark
+  // stands for the work that the device did get.
   virtual Result<std::shared_ptr<DeviceMark>> Mark() = 0;
-  // For use when Mark fails: a mark for the work submitted so far, which takes effect with the
-  // queue's next successful mark, and fails with the queue if no such mark follows. Null: not
-  // supported.
+  // For use when Mark fails: a mark for the work submitted so far. It is reached when the queue's
+  // next successful Mark is reached. If no Mark succeeds until the queue is destroyed, it returns
+  // an error. Null: not supported.
   virtual std::shared_ptr<DeviceMark> MarkLater() { return nullptr; }
 
   // Changes the wait limits. A queue that never blocks ignores this.
   virtual void SetLimits(const QueueLimits& /*limits*/) {}
 };
 
-// Layout of pinned memory: blocks of one size. There are enough for threads to fill some while
-// others are in transit; one copy takes long enough for the next to be submitted.
+// Layout of pinned memory: blocks of one size. There are enough blocks for threads to fill some
+// while others are in transit. A block is large enough that the next copy is submitted while the
+// copy of this block is running.
 struct PinnedShape {
   std::size_t blocks = 32;
   std::size_t block_bytes = std::size_t{4} << 20;
@@ -113,15 +116,16 @@ class DeviceOps {
   virtual bool gone() const { return false; }
   virtual PinnedShape pinned() const { return {}; }
 
-  // Checks that a buffer is memory of this device, and that the stream that orders it can be waited
-  // for: kInvalidArgument, or the error of the device.
+  // Checks that a buffer is memory of this device. kInvalidArgument if it is not; otherwise the
+  // error of the device.
   virtual Status Check(const BufferView& view) = 0;
 
   // Page-locked, page-aligned host memory. kResourceExhausted if there is none.
   virtual Result<std::byte*> AllocatePinned(std::size_t bytes) = 0;
   virtual void FreePinned(std::byte* data) = 0;
-  // Device memory. Neither call waits for streams of the program. Freed memory must not be in use
-  // by pending work (PendingDeviceWork tracks work of destroyed queues).
+  // Device memory. Neither call waits for streams of the program, except Allocate on a full device
+  // without memory pools. Freed memory must not be in use by pending work (PendingDeviceWork tracks
+  // work of destroyed queues).
   virtual Result<std::byte*> Allocate(std::size_t bytes) = 0;
   virtual void Free(std::byte* data) = 0;
 
@@ -136,9 +140,9 @@ class DeviceOps {
 
   virtual Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueLimits& limits) = 0;
 
-  // This device's end of direct transfers to devices of other ranks; each transport has its own.
-  // kUnsupported: this kind of device has none, or its version is too old. kUnavailable: a required
-  // library is not on this machine.
+  // This device's end of direct transfers to devices of other ranks; each transport needs its own.
+  // kUnsupported if this kind of device has no such transfers, or the library for them (NCCL) is
+  // too old; kUnavailable if that library is not on this machine.
   virtual Result<std::unique_ptr<DeviceLink>> OpenLink() {
     return Status(Code::kUnsupported,
                   name() + ": direct transfers to other devices are not supported");

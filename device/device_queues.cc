@@ -32,8 +32,8 @@ Result<PinnedRing::Block> DeviceLimits::TakeBlock(const OpenedDevice& device) co
 
 namespace {
 
-// These statuses are constructed ahead of time, because there may be no memory when they are
-// needed.
+// The constructor of FencedQueue calls NoMemory and Unmarked once, so that their statuses exist
+// before memory runs out.
 const Status& NoMemory() {
   static const Status status(Code::kResourceExhausted, "out of memory");
   return status;
@@ -73,7 +73,8 @@ Status CatchExceptions(const std::function<Status()>& work) noexcept {
 Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted) {
   Submission s{submitted, TryMark(queue)};
   if (s.status.ok()) s.status = s.mark.status();
-  // Tries to mark earlier work, so that its memory is not lost.
+  // Tries again, because the memory of work without a mark can never be reused: the next Mark
+  // covers the work that the device did get.
   if (!s.mark.ok()) s.mark = TryMark(queue);
   if (!s.mark.ok()) {
     (void)CatchExceptions([&] {
@@ -109,7 +110,7 @@ Status BlockInTransit::AwaitTransfer(const DeviceLimits& limits) {
 
 namespace {
 
-// A mark for work whose Mark failed; takes effect with the queue's next mark.
+// A mark for work for which Mark failed. Until Resolve is called, the mark is not reached.
 class LateMark final : public DeviceMark {
  public:
   Result<bool> Reached() override {
@@ -121,7 +122,7 @@ class LateMark final : public DeviceMark {
     }
     return mark == nullptr ? Result<bool>(false) : mark->Reached();
   }
-  // Sets the mark, or the error if there will be none.
+  // Sets the queue's next successful mark, or an error if no mark follows.
   void Resolve(const Result<std::shared_ptr<DeviceMark>>& mark) noexcept {
     std::lock_guard lock(mutex_);
     known_ = mark;
@@ -203,7 +204,7 @@ class FencedQueue final : public DeviceQueue {
     if (last_.ok() && last_.value() == nullptr) return true;
     bool over = false;
     (void)CatchExceptions([&] {
-      // Failed work has ended; work after it may not have.
+      // An error counts as not over: work behind the failed work may still be running.
       const Result<bool> reached = last_.ok() ? last_.value()->Reached() : Result<bool>(false);
       over = reached.ok() && reached.value();
       return Status();
@@ -254,13 +255,13 @@ bool DeviceWriter::Settle(const Deadline& deadline) {
       continue;
     }
     all = false;
-    // Leaks the digests, because they are written when a mark of the queue is found reached.
+    // Leaks the digests, because a mark of the queue that is found reached later still writes them.
     LeakToDevice(new std::shared_ptr<std::deque<Line::SubmittedDigest>>(line->taken));
   }
   return all;
 }
 
-// Submits the digests after the copies of a block.
+// Submits the computation of the digests of a block's copies, after these copies.
 Status DeviceWriter::TakeDigests(Line& line) {
   Status status;
   for (const Line::Landing& landing : line.landings) {
@@ -270,7 +271,8 @@ Status DeviceWriter::TakeDigests(Line& line) {
       status = line.queue->Digest({&landing.placed, 1}, landing.base, landing.arrived->byte_shape,
                                   &taken.digest);
     }
-    // Several threads may set `unknown` of one target, which is read after Finish.
+    // Atomic, because several threads may set `unknown` of one WriteDigest. It is read after
+    // Finish.
     if (status.code() == Code::kResourceExhausted) {
       std::atomic_ref(landing.arrived->unknown).store(true, std::memory_order_relaxed);
     }
@@ -279,8 +281,8 @@ Status DeviceWriter::TakeDigests(Line& line) {
   return status.code() == Code::kResourceExhausted ? Status() : status;
 }
 
-// Sends the filled block. Even if that fails or throws, the block returns to the ring only once its
-// transfer has ended.
+// Sends the line's block. Even if sending fails or throws, the block returns to the ring only once
+// its transfer has ended.
 Status DeviceWriter::Launch(Line& line) {
   PinnedRing::Block block = std::move(*line.block);
   line.block.reset();
@@ -311,7 +313,8 @@ Status DeviceWriter::PushLocked() {
   return {};
 }
 
-// Takes the last used line, so that small boxes share a block.
+// Takes the idle line of `device` that was used last, so that small boxes share a block; makes a
+// new line if none is idle.
 Result<std::unique_ptr<DeviceWriter::Line>> DeviceWriter::TakeLine(
     const std::shared_ptr<const OpenedDevice>& device) {
   {
@@ -331,14 +334,14 @@ Result<std::unique_ptr<DeviceWriter::Line>> DeviceWriter::TakeLine(
   return line;
 }
 
-// Sends the block if another thread waits for one, or if it is large enough for a copy, because the
-// next writer may take another line.
+// Returns a line to the idle lines. Sends its block first if a thread waits for a block, or if the
+// block is at least half full, because the next writer may take another line.
 void DeviceWriter::ReturnLine(std::unique_ptr<Line> line, Status& status) {
   const auto launch = [&] {
     Status launched;
     try {
       launched = Launch(*line);
-    } catch (const std::exception& e) {  // Write must not throw here.
+    } catch (const std::exception& e) {  // The AtExit in Write that calls this must not throw.
       launched = Status(Code::kResourceExhausted, e.what());
     }
     if (status.ok()) status = launched;
@@ -350,7 +353,7 @@ void DeviceWriter::ReturnLine(std::unique_ptr<Line> line, Status& status) {
   if (worth()) launch();
   std::lock_guard lock(mutex_);
   if (waiting_ > 0 && line->block) launch();
-  lines_.push_back(std::move(line));  // TakeLine has made room.
+  lines_.push_back(std::move(line));  // Does not allocate: TakeLine has reserved room.
 }
 
 // Provides a block with room for `bytes`, which must fit into one block.
@@ -359,7 +362,8 @@ Status DeviceWriter::EnsureRoom(Line& line, std::uint64_t bytes) {
   if (line.block) TENSORMOUNT_RETURN_IF_ERROR(Launch(line));
   line.block = line.device->ring->TryTake();
   if (line.block) return {};
-  // Avoids deadlock: other threads may wait for blocks held here while they hold blocks.
+  // Sends the blocks of idle lines before waiting for a block. Otherwise threads of several saves
+  // and loads could wait for each other's blocks forever.
   {
     std::lock_guard lock(mutex_);
     TENSORMOUNT_RETURN_IF_ERROR(PushLocked());
@@ -398,7 +402,7 @@ Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, co
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Line> line, TakeLine(device));
   Status status;
   {
-    // The line returns even if `fill` throws, because its sent blocks must still be waited for.
+    // Returns the line even if `fill` throws, because its sent blocks must still be waited for.
     const AtExit back([&] { ReturnLine(std::move(line), status); });
     status = WriteBy(*line, box, to, base, fill, arrived);
   }
@@ -414,7 +418,8 @@ Status DeviceWriter::WriteZeros(const std::shared_ptr<const OpenedDevice>& devic
 }
 
 Status DeviceWriter::Push() {
-  // Another thread that pushes may be waiting for the device.
+  // Does nothing if another thread has the mutex, because that thread may be pushing, and waiting
+  // for the device.
   const std::unique_lock lock(mutex_, std::try_to_lock);
   return lock.owns_lock() ? PushLocked() : Status();
 }
@@ -471,8 +476,9 @@ Status DigestOnHost(const DigestRequest& wanted, const DeviceLimits& limits) {
   return {};
 }
 
-// Computes at most as many digests as fit into a block. False: the device has no memory to compute
-// them; the block is then returned before the host computes them, which takes its own block.
+// Computes digests, at most as many as fit into one block. Returns false if the device has no
+// memory to compute them. By then the block is back in the ring, because DigestOnHost takes a block
+// itself.
 Result<bool> DigestOnDevice(const std::shared_ptr<const OpenedDevice>& device, DeviceQueue& queue,
                             std::span<const DigestRequest* const> wanted,
                             const DeviceLimits& limits) {

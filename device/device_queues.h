@@ -27,11 +27,12 @@
 
 namespace tensormount {
 
-// Limits for one save or load on devices. What its pointers refer to must outlive all users.
+// Limits for one save or load on devices. `fences` and `cancel`, which may be null, must outlive
+// all users of the limits.
 struct DeviceLimits {
   const DeviceFences* fences = nullptr;
   const std::atomic<bool>* cancel = nullptr;
-  // Limit for one wait, until a pinned block is free or the transfer through it is done.
+  // Limit for each wait: for a free pinned block, or for the end of submitted work.
   std::chrono::milliseconds patience{0};
 
   // Waits for a mark of `device`; an error names the device.
@@ -39,20 +40,21 @@ struct DeviceLimits {
   Result<PinnedRing::Block> TakeBlock(const OpenedDevice& device) const;
 };
 
-// How long to wait for device work whose result is no longer needed, because the work still uses
-// the caller's memory.
+// How long destructors wait for device work whose result is no longer needed. They wait because the
+// work still accesses the caller's memory.
 inline constexpr std::chrono::milliseconds kDeviceGrace{250};
 
 // The result of submitting work to a queue. `status` is the error of the submission, or of its
-// mark. `mark` stands for all work that the device got, a partial failed submission included; it is
-// an error if no mark can be made.
+// mark. `mark` stands for all work that the device got, including part of a submission that failed;
+// `mark` is an error if no mark can be made.
 struct Submission {
   Status status;
   Result<std::shared_ptr<DeviceMark>> mark;
 };
 Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted);
-// Runs `work`, which submits, and converts exceptions to a status: an exception between a
-// submission and its mark would make the memory in use look free.
+// Runs `work`, which submits to a queue, and converts exceptions to a status. Otherwise an
+// exception between a submission and its mark would make memory look free that the device still
+// accesses.
 Status CatchExceptions(const std::function<Status()>& work) noexcept;
 
 // Position of the next bytes in a pinned block: cache-line aligned, for vector loads and device
@@ -65,8 +67,8 @@ class BlockInTransit {
  public:
   BlockInTransit(PinnedRing::Block block, std::shared_ptr<const OpenedDevice> device)
       : block_(std::move(block)), device_(std::move(device)) {}
-  // Waits at most kDeviceGrace for a transfer that is no longer needed, because it uses the
-  // caller's memory.
+  // Waits at most kDeviceGrace for a transfer that is no longer needed, because the transfer
+  // accesses the caller's memory.
   ~BlockInTransit() { Settle(Deadline::After(kDeviceGrace)); }
   BlockInTransit(const BlockInTransit&) = delete;
   BlockInTransit& operator=(const BlockInTransit&) = delete;
@@ -78,8 +80,8 @@ class BlockInTransit {
   // Submits the transfer by calling `work`; the previous transfer must have completed.
   Status Launch(DeviceQueue& queue, const std::function<Status()>& work);
   Status AwaitTransfer(const DeviceLimits& limits);
-  // Waits for a transfer that is no longer needed; after `deadline` the block is left to the
-  // device.
+  // Waits for a transfer that is no longer needed. If it has not ended by `deadline`, the block
+  // stays with the device (PinnedRing::Block::ReturnAfter).
   void Settle(const Deadline& deadline);
 
  private:
@@ -89,9 +91,9 @@ class BlockInTransit {
   bool transfer_done_ = true;
 };
 
-// A queue to a device, ordered after the fences of the call. If it is destroyed with pending work,
-// the streams of the fences wait for that work (DeviceFences::Hold), and so do later frees
-// (PendingDeviceWork).
+// Makes a queue to a device, ordered after the fences of the call. If the queue is destroyed with
+// pending work, the streams of the fences wait for that work (DeviceFences::Hold), and so do later
+// frees (PendingDeviceWork).
 Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
                                                      const DeviceLimits& limits);
 
@@ -122,24 +124,25 @@ struct DeviceBoxes {
 class DeviceWriter {
  public:
   explicit DeviceWriter(const DeviceLimits& limits) : limits_(limits) {}
-  // Waits at most kDeviceGrace for transfers that are no longer needed, because they use the
+  // Waits at most kDeviceGrace for transfers that are no longer needed, because they access the
   // caller's memory.
   ~DeviceWriter();
 
   // Writes the packed bytes of a box to the place that `packed` gives, relative to `base`.
   using Fill = std::function<Status(const PlacedBox& packed, std::byte* base)>;
-  // The contribution of the written bytes to the digest of their tensor, computed by the device
-  // after each copy, concurrently with the following copies. Must live until Finish has returned,
+  // The contribution of written bytes to the digest of their tensor. The device computes it after
+  // each copy, while later copies are in transit. The object must live until Finish has returned,
   // or the writer is destroyed.
   struct WriteDigest {
     Dims byte_shape;
     Crc64 digest = 0;
-    // True: the device had no memory to compute the digest, and `digest` is invalid.
+    // True if the device had no memory to compute the digest; then `digest` is invalid.
     bool unknown = false;
   };
-  // Writes `box`, a part of to.box, to the place that `to` gives in device memory at `base`. `fill`
-  // provides the bytes; it is called here, once per block. The bytes are there when Finish has
-  // returned; then `arrived`, if not null, has their digest.
+  // Writes `box`, a part of to.box, to the place that `to` gives in device memory at `base`. Write
+  // calls `fill` for the bytes, once for each part of the box that fits into a pinned block. When
+  // Finish has returned, the bytes are in device memory, and `arrived`, if not null, has their
+  // digest.
   Status Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
                const PlacedBox& to, std::byte* base, const Fill& fill,
                WriteDigest* arrived = nullptr);
@@ -150,8 +153,9 @@ class DeviceWriter {
   Status Push();
   // Discards bytes that were not sent.
   void Drop();
-  // For use after a cancelled call: later waits, of existing queues too, ignore the cancellation
-  // and take up to `patience`. Like Drop and Finish, not while another thread writes.
+  // For use after a cancelled call: later waits, also of existing queues, ignore the cancellation
+  // and take up to `patience`. Like Drop and Finish, must not be called while another thread
+  // writes.
   void IgnoreCancellation(std::chrono::milliseconds patience);
   // Waits until all bytes are in device memory.
   Status Finish();
@@ -163,7 +167,7 @@ class DeviceWriter {
   struct Line {  // A block and queue for one device; used by one thread at a time.
     std::shared_ptr<const OpenedDevice> device;
     std::unique_ptr<DeviceQueue> queue;
-    std::optional<PinnedRing::Block> block;  // Being filled.
+    std::optional<PinnedRing::Block> block;  // The block that is being filled, if any.
     std::size_t used = 0;
     std::vector<DeviceCopy> copies;
     // Destination of a copy whose digest is wanted.
@@ -173,7 +177,8 @@ class DeviceWriter {
       WriteDigest* arrived = nullptr;
     };
     std::vector<Landing> landings;
-    // Digests of sent copies; a deque, so that addresses stay valid.
+    // Digests of sent copies. A deque keeps their addresses valid, to which the device's results
+    // are written later.
     struct SubmittedDigest {
       Crc64 digest = 0;
       WriteDigest* arrived = nullptr;
@@ -181,7 +186,7 @@ class DeviceWriter {
     std::shared_ptr<std::deque<SubmittedDigest>> taken =
         std::make_shared<std::deque<SubmittedDigest>>();
     std::shared_ptr<DeviceMark> last;  // Mark of the last sent block.
-    bool lost = false;                 // A block was sent without a mark.
+    bool lost = false;                 // A block was sent for which no mark could be made.
   };
   Result<std::unique_ptr<Line>> TakeLine(const std::shared_ptr<const OpenedDevice>& device);
   void ReturnLine(std::unique_ptr<Line> line, Status& status);
@@ -199,8 +204,8 @@ class DeviceWriter {
   int waiting_ = 0;                           // Threads that wait for a block.
 };
 
-// Contributions of device memory to the digests of tensors (shard/strided_digest.h), computed by
-// the devices, or by the host if a device has no memory for it.
+// Computes contributions of device memory to the digests of tensors (shard/strided_digest.h) into
+// each `out`. The devices compute them, or the host if a device has no memory to do so.
 struct DigestRequest {
   DeviceBoxes boxes;
   Dims byte_shape;
@@ -208,8 +213,8 @@ struct DigestRequest {
 };
 Status DigestsOnDevices(std::span<const DigestRequest> wanted, const DeviceLimits& limits);
 
-// Reads placed boxes of a device into `out`, packed one after the other; returns their places in
-// `out`.
+// Reads the boxes of device memory into `out`, packed one after the other. Returns the place of
+// each box in `out`.
 Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceLimits& limits,
                                         std::vector<std::byte>& out);
 

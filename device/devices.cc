@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The devices of this process, opened once each. A module opened at run time finds them, so that
-// all directories but gpu/ compile and link without CUDA.
+// The devices of this process, each opened once. A module that is loaded at run time opens them, so
+// that all directories but gpu/ compile and link without CUDA.
 #include "device/devices.h"
 
 #include <algorithm>
@@ -30,9 +30,9 @@ Known& Devices() {
   return *known;
 }
 
-// Whether this process has opened a device, and whether it was forked from one that had. Not
-// protected by the mutex, which a thread that does not exist in a forked child may hold; and not by
-// getpid, which would be a system call per tensor.
+// Whether this process has opened a device, and whether it was forked from one that had. Atomic
+// instead of protected by the mutex, which in a forked child may be locked forever. A fork handler
+// sets them, because comparing getpid() would cost a system call for each tensor.
 std::atomic<bool> opened_here = false;
 std::atomic<bool> opened_by_parent = false;
 void NoteForks() {
@@ -71,7 +71,7 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
   }
   Known& known = Devices();
   std::lock_guard lock(known.mutex);
-  // A reset device is useless, and its users get its errors.
+  // Forgets devices that were reset, so that they are opened again. Their present users get errors.
   std::erase_if(known.entries, [](const Known::Entry& entry) { return entry.opened->ops->gone(); });
   for (const Known::Entry& entry : known.entries) {
     if (entry.device == device) return entry.opened;
@@ -87,7 +87,7 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
     return found.status().With({.device = NameOf(device)});
   }
   std::shared_ptr<DeviceOps> ops = std::move(found).value();
-  // One device may be described with and without its UUID.
+  // Two descriptions, with and without UUID, may name one device; they share its OpenedDevice.
   std::shared_ptr<const OpenedDevice> opened;
   for (const Known::Entry& entry : known.entries) {
     if (entry.opened->ops == ops) opened = entry.opened;
@@ -112,7 +112,7 @@ Status CheckMemory(const BufferView& view) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckDescription(view));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const OpenedDevice> device,
                                OpenDevice(view.device));
-  // For empty tensors frameworks pass arbitrary pointers.
+  // Frameworks pass arbitrary pointers for empty tensors, so these are not checked.
   const bool empty = std::find(view.shape.begin(), view.shape.end(), 0) != view.shape.end();
   const Status checked = empty ? Status() : device->ops->Check(view);
   return checked.ok() ? checked : checked.With({.device = device->ops->name()});
@@ -125,16 +125,16 @@ void PendingDeviceWork::Add(Slot slot, const Result<std::shared_ptr<DeviceMark>>
   Sweep();
 }
 
-// Removes work that has ended, and frees memory that no other work can access.
+// Forgets work that has ended, and frees the waiting memory that no remaining work can access.
 void PendingDeviceWork::Sweep() noexcept {
   work_.remove_if([](QueueWork& left) {
     if (left.mark == nullptr) return false;
     try {
       const Result<bool> reached = left.mark->Reached();
-      // Failed work has ended; work after it may not have.
+      // After an error the entry stays without a mark: work behind the failed work may still run.
       if (!reached.ok()) left.mark.reset();
       return reached.ok() && reached.value();
-    } catch (const std::exception&) {  // No memory: retried later.
+    } catch (const std::exception&) {  // Out of memory: the next Sweep tries again.
       return false;
     }
   });
@@ -145,7 +145,7 @@ void PendingDeviceWork::Sweep() noexcept {
     }
     try {
       if (!ops_->gone()) ops_->Free(at->first);
-    } catch (const std::exception&) {  // No memory for the call: leaked.
+    } catch (const std::exception&) {  // Out of memory during the call: the area is leaked.
     }
     at = waiting_.erase(at);
   }
@@ -165,7 +165,7 @@ bool PendingDeviceWork::IsIdle() noexcept {
 
 Result<std::byte*> PendingDeviceWork::Allocate(std::size_t bytes) {
   std::map<std::byte*, Area> entry;
-  entry[nullptr];  // Inserted first: memory would be lost if this threw later.
+  entry[nullptr];  // Allocated before the device memory, which would be lost if this threw later.
   (void)IsIdle();
   TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const data, ops_->Allocate(bytes));
   std::lock_guard lock(mutex_);
@@ -223,7 +223,8 @@ void DeviceFences::Hold(const OpenedDevice& device,
                                         [&](const auto& one) { return one.get() == &device; });
   for (const Fence& fence : fences_) {
     if (!work.ok() || fence.device.get() != &device) continue;
-    // Another thread's default stream can only be named on that thread.
+    // The handle of a per-thread default stream means the stream of the calling thread, so the
+    // stream of another thread cannot be made to wait.
     const bool here = fence.stream.kind != StreamKind::kPerThreadDefault ||
                       fence.thread == std::this_thread::get_id();
     const bool alone = std::none_of(fences_.begin(), fences_.end(), [&](const Fence& other) {

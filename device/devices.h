@@ -24,18 +24,18 @@
 namespace tensormount {
 
 // Device memory that tensormount allocated, and pending work of destroyed queues. Memory that such
-// work may access is freed only after the work, without waiting for it, because its stream may
-// hang. Whenever a queue is made or destroyed, and when memory is allocated or freed, memory whose
-// work has ended is freed. Thread-safe.
+// work may access is freed only after the work has ended. Nothing waits for the work, because its
+// stream may hang: instead, memory whose work has ended is freed whenever a queue is made or
+// destroyed, and whenever memory is allocated or freed. Thread-safe.
 class PendingDeviceWork {
  public:
   explicit PendingDeviceWork(std::shared_ptr<DeviceOps> ops) : ops_(std::move(ops)) {}
 
-  // An entry that a queue allocates in advance, because there may be no memory when it is
-  // destroyed.
+  // The pending work of one destroyed queue. A queue allocates its entry when it is made, because
+  // there may be no memory when it is destroyed.
   struct QueueWork {
     std::shared_ptr<DeviceMark> mark;  // Null: the end of the work is unknown.
-    std::uint64_t number = 0;          // Order of destruction, from 1 on.
+    std::uint64_t number = 0;          // Counts destroyed queues with pending work, from 1 on.
   };
   using Slot = std::list<QueueWork>;
   // Adds the pending work of a destroyed queue. `work`: the queue's last mark, or an error if it
@@ -46,18 +46,19 @@ class PendingDeviceWork {
 
   // Allocates device memory. The errors are those of DeviceOps::Allocate.
   Result<std::byte*> Allocate(std::size_t bytes);
-  // Frees memory of Allocate that no live queue uses, after the work that was left pending since
-  // Allocate or ResetPendingWork has ended.
+  // Frees memory from Allocate once all work has ended that destroyed queues left pending since
+  // Allocate or ResetPendingWork. Live queues must not use the memory.
   void Free(std::byte* data) noexcept;
-  // Whether all work that was left pending since Allocate or ResetPendingWork has ended.
+  // Whether all work has ended that destroyed queues left pending since Allocate or
+  // ResetPendingWork.
   bool HasNoPendingWork(std::byte* data) noexcept;
   // Declares that no pending work uses this memory.
   void ResetPendingWork(std::byte* data) noexcept;
 
  private:
   struct Area {
-    std::uint64_t since = 0;  // Pending work with numbers above this one may use it.
-    std::uint64_t until = 0;  // Set by Free: work with numbers above this one cannot.
+    std::uint64_t since = 0;  // Pending work with a number above `since` may use the memory.
+    std::uint64_t until = 0;  // Set by Free: work with a number above `until` cannot use it.
   };
   void Sweep() noexcept;
   bool HasNoPendingWorkLocked(const Area& area) const;
@@ -67,7 +68,8 @@ class PendingDeviceWork {
   std::uint64_t count_ = 0;
   Slot work_;
   std::map<std::byte*, Area> areas_;
-  // Freed memory that pending work may use; Free moves an entry, so it does not allocate.
+  // Freed memory that pending work may use. Free moves an entry of areas_ here, because it must not
+  // allocate.
   std::map<std::byte*, Area> waiting_;
 };
 
@@ -88,13 +90,13 @@ struct OpenedDevice {
 
 // Finds a device. Thread-safe.
 using DeviceSource = std::function<Result<std::shared_ptr<DeviceOps>>(const Device&)>;
-// For tests: replaces the source and forgets opened devices. Empty: the CUDA module again
-// (device/device_module.h).
+// For tests: replaces the source and forgets opened devices. An empty source restores the CUDA
+// module (device/device_module.h).
 void SetDeviceSource(DeviceSource source);
 
-// Opens the device of a buffer. kUnsupported if its module is not installed; kUnavailable if there
-// is no such device, or if this process was forked from one that had opened it, because a forked
-// child cannot use devices. Thread-safe.
+// Opens the device of a buffer. kUnsupported if the CUDA module is not installed; kUnavailable if
+// the device does not exist, or if this process was forked from one that had opened a device,
+// because a forked child cannot use devices. Thread-safe.
 Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device);
 
 // This device's end of direct transfers (DeviceOps::OpenLink). Also returns errors of OpenDevice.
@@ -106,9 +108,10 @@ Result<std::unique_ptr<DeviceLink>> OpenDeviceLink(const Device& device);
 Status CheckMemory(const BufferView& view);
 inline bool IsDeviceMemory(const BufferView& view) { return view.device.kind != DeviceKind::kHost; }
 
-// The state, at the begin of a call, of the streams that order its buffers. A background save or
-// load works later in other threads, and must not wait for work that the streams get after the
-// call. Immutable once shared, except as noted for Hold.
+// Marks, made at the beginning of a save or load, of the streams that order its buffers. A
+// background save or load works later in other threads, and must not wait for work that the streams
+// get after the call. Once shared between threads, only const functions may be called; Hold and
+// NoteLostWork set memory_in_use, which is atomic.
 class DeviceFences {
  public:
   // Marks the current work of the buffer's stream. The errors are those of OpenDevice and
@@ -117,14 +120,15 @@ class DeviceFences {
   // Makes later work of `queue`, a queue of `device`, wait for all fences.
   Status MakeQueueWait(DeviceQueue& queue, const OpenedDevice& device) const;
   // For a call that ends before its device work: makes later work of the streams wait for `work`,
-  // so that `work` does not overwrite memory that a stream-ordered allocator has reused. A stream
-  // does not wait if `work` waits for another of the streams, because that wait may hang, or depend
-  // on this stream. The streams must live until the call has ended. Thread-safe.
+  // so that `work` does not overwrite memory that a stream-ordered allocator has handed out again.
+  // A stream is left out while `work` may still wait for the fence of another stream: that stream
+  // may hang, or wait for this one. The streams must live until the call has ended. Thread-safe.
   void Hold(const OpenedDevice& device, const Result<std::shared_ptr<DeviceMark>>& work) const;
-  // Records pending work without a mark.
+  // Sets memory_in_use, because pending work has no mark that a stream could wait for.
   void NoteLostWork() const { memory_in_use_ = true; }
-  // Whether there is pending work that no stream waits for: the buffer has no stream, or another
-  // thread's; the work has no mark; or one stream would have to wait for another.
+  // Whether pending work exists for which some stream does not wait: a buffer has no stream, or
+  // another thread's default stream; the work has no mark; the stream refused to wait; or Hold left
+  // the stream out.
   bool memory_in_use() const { return memory_in_use_; }
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pinned memory in a few blocks that all saves and loads of a device share. Pinning gigabytes takes
-// seconds and starves other programs; a few blocks used in turn are as fast.
+// seconds and takes memory from other programs; a few blocks used in turn are as fast.
 #include "device/pinned_ring.h"
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 namespace tensormount {
 namespace {
 
-// Polling interval for marks and blocks: at first without pause, because most are a few
-// microseconds away and a sleeping thread wakes after 60 at the earliest; later a sixteenth of the
-// time waited so far.
+// Polling interval for marks and blocks. Zero at first, because most are reached within a few
+// microseconds, and a sleeping thread wakes after 60 microseconds at the earliest; later a
+// sixteenth of the time waited so far.
 constexpr std::chrono::microseconds kWithoutPause{50};
 constexpr std::chrono::microseconds kLongestPause{1000};
 std::chrono::nanoseconds PauseAfter(std::chrono::steady_clock::time_point begin) {
@@ -25,7 +25,8 @@ std::chrono::nanoseconds PauseAfter(std::chrono::steady_clock::time_point begin)
   if (waited < kWithoutPause) return std::chrono::nanoseconds(0);
   return std::min<std::chrono::nanoseconds>(waited / 16, kLongestPause);
 }
-// Polling interval for blocks whose return is notified, so that polling only detects cancellation.
+// Polling interval while waiting for a block whose return is notified: polling only detects
+// cancellation.
 constexpr std::chrono::milliseconds kLookAgain{20};
 
 constexpr std::size_t kPage = 4096;
@@ -109,7 +110,7 @@ PinnedRing::~PinnedRing() {
                                   [&](const Lost& l) { return l.data == memory.data; });
     if (lost) {
       LeakToDevice(memory.data);
-      // Leaks the device, too, which would free the memory.
+      // Leaks the device, too, because its destruction would free or unpin the memory.
       LeakToDevice(new std::shared_ptr<DeviceOps>(ops_));
     } else if (memory.pinned) {
       ops_->FreePinned(memory.data);
@@ -163,7 +164,7 @@ Result<std::byte*> PinnedRing::TakeLocked() {
   if (!lost_.empty()) CollectLost();
   if (free_.empty() && made_.size() < shape_.blocks) {
     const Status made = Make();
-    // If no block can be made, the existing blocks are used.
+    // If no further block can be made, the caller waits for one of the existing blocks.
     if (made_.empty()) return made.With({.device = ops_->name()});
   }
   const bool all_failed =
@@ -181,7 +182,7 @@ Result<PinnedRing::Block> PinnedRing::Take(const Deadline& deadline,
   std::unique_lock lock(mutex_);
   const int self = 0;
   waiting_.push_back(&self);
-  // AtExit runs before the lock is released.
+  // Runs while `lock` is still held, because `leave` is destroyed before `lock`.
   const AtExit leave([&] {
     std::erase(waiting_, &self);
     returned_.notify_all();
@@ -199,8 +200,8 @@ Result<PinnedRing::Block> PinnedRing::Take(const Deadline& deadline,
                                                       std::to_string(lost_.size()) +
                                                       " of them by unfinished copies"));
     }
-    // The return of given-up blocks is not notified: the first waiter polls, the others are
-    // notified.
+    // Nothing notifies of a block in lost_ that is free again, so the first waiter polls for it.
+    // All other waiters only need notifications.
     const bool looks = waiting_.front() == &self && !lost_.empty();
     const std::chrono::nanoseconds most =
         looks ? PauseAfter(begin) : std::chrono::nanoseconds(kLookAgain);

@@ -18,28 +18,29 @@
 
 namespace tensormount {
 
-// Waits until `mark` is reached, until `deadline`, or until `cancel` (if not null) is set.
-// kDeadlineExceeded, kCancelled, or the error of the device, whose work continues if the wait ends
-// early.
+// Waits until `mark` is reached, until `deadline`, or until `cancel` (if not null) is set. Returns
+// kDeadlineExceeded, kCancelled, or the error of the device. If the wait ends early, the device's
+// work continues.
 Status AwaitMark(DeviceMark& mark, const Deadline& deadline,
                  const std::atomic<bool>* cancel = nullptr);
 
-// Leaks memory that a device may still write to.
+// Keeps `memory` until the process ends, because a device may still write to it.
 void LeakToDevice(void* memory);
 
 // The pinned memory of one device: blocks of one size for transfers that overlap with work of the
-// host. Blocks are made on first use and kept, so that pinned memory is bounded. If the system
-// refuses to pin (RLIMIT), they are ordinary memory: slower, and logged once. Thread-safe.
+// host. At most PinnedShape::blocks blocks are made, when first needed, and kept. If the system
+// refuses to pin a block (RLIMIT_MEMLOCK), the block is ordinary memory, which is slower; the first
+// one is logged. Thread-safe.
 //
 // Several saves and loads share the ring. To avoid deadlock, a thread that holds a block gets
-// another one only with TryTake, without waiting. Waiters in Take are served in order, before all
-// TryTake.
+// another one only with TryTake, which does not wait. Waiters in Take are served in order; TryTake
+// gets no block while a thread waits in Take.
 class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
  public:
   PinnedRing(std::shared_ptr<DeviceOps> ops, const PinnedShape& shape);
   ~PinnedRing();
 
-  // A block of the ring. It returns to the ring when destroyed. Move-only.
+  // A block of the ring. Its destructor returns the memory to the ring. Move-only.
   class Block {
    public:
     Block(Block&& other) noexcept;
@@ -47,8 +48,8 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
     ~Block();
     std::byte* data() const { return data_; }
     std::size_t size() const;
-    // For a block that the device may still access: it returns to the ring once `mark` is reached,
-    // and never if the mark is an error, because the end of the work is unknown.
+    // For a block that the device may still access: the block returns to the ring once `mark` is
+    // reached, and never if the mark is an error, because the end of the work is then unknown.
     void ReturnAfter(const Result<std::shared_ptr<DeviceMark>>& mark);
 
    private:
@@ -83,10 +84,10 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   };
   struct Lost {
     std::byte* data = nullptr;
-    Result<std::shared_ptr<DeviceMark>> mark;  // An error: lost forever.
+    Result<std::shared_ptr<DeviceMark>> mark;  // An error: the block never returns.
   };
 
-  // Requires the lock. Null if no block is free and no more may be made.
+  // Requires mutex_. Returns null if no block is free and no more can be made.
   Result<std::byte*> TakeLocked();
   Status Make();
   Status Name(const Status& failure) const;

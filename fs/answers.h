@@ -9,17 +9,18 @@
 
 namespace tensormount::fs {
 
-// One function per error of a mount, so that the same failure always gets the same errno
+// Errors of a mount, one function for each, so that the same failure always gets the same errno
 // (Status::ToErrno).
+//
 // ENOENT: the directory has no entry of this name.
 inline Status NoSuchNameError(std::string_view name) {
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
+  return Status(Code::kNotFound, "no entry " + std::string(name) + " in this directory");
 }
 
 // ESTALE: the inode number belongs to no node. `of` names what was searched: "the checkpoint",
 // "zarr/".
 inline Status StaleNodeError(std::string_view of) {
-  return Status(Code::kStale, std::string(of) + " has no entry with this inode number");
+  return Status(Code::kStale, "stale inode number: " + std::string(of) + " has no such entry");
 }
 
 }  // namespace tensormount::fs

@@ -25,10 +25,9 @@ struct Attributes {
   std::uint64_t allocated = kAll;
 };
 
-// Permission bits and owner of a source. Its nodes inherit them, so a mount never grants more than
-// the store's modes.
-// `file_mode` and `folder_mode` have no write bits, because mounted checkpoints are read-only; they
-// may differ for each checkpoint of a store.
+// Owner and permission bits of a source, or of one checkpoint of a store. All nodes below inherit
+// them, so that a mount never grants more than the modes on disk. `file_mode` and `folder_mode`
+// have no write bits, because mounted checkpoints are read-only.
 struct Ownership {
   std::uint32_t uid = 0;
   std::uint32_t gid = 0;

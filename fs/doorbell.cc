@@ -17,7 +17,7 @@ Result<std::unique_ptr<Doorbell>> Doorbell::Make(const std::string& path) {
   const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (event < 0) return Status::FromErrno(errno, "make", "an event descriptor");
   int inotify = inotify_init1(IN_CLOEXEC | IN_NONBLOCK);
-  // For a directory: its entries. For a file: events of the file itself.
+  // For a directory, inotify reports these events of its entries; for a file, events of the file.
   constexpr std::uint32_t kMask =
       IN_CREATE | IN_DELETE | IN_MOVED_FROM | IN_MOVED_TO | IN_DELETE_SELF | IN_MOVE_SELF;
   if (inotify >= 0 && inotify_add_watch(inotify, path.c_str(), kMask) < 0) {
@@ -48,7 +48,7 @@ bool Doorbell::Wait(std::optional<std::chrono::milliseconds> patience) {
   eventfd_t count = 0;
   [[maybe_unused]] const int failed = eventfd_read(event_, &count);
   if (fds[1].revents == 0) return false;
-  // The names in the events are not needed. A queue overflow counts as an event.
+  // Discards the events, because any event means a change, also an overflow of the event queue.
   alignas(inotify_event) char buffer[4096];
   while (read(inotify_, buffer, sizeof buffer) > 0) {
   }

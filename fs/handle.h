@@ -26,23 +26,24 @@ class WriteHandle {
   // Reads up to `size` bytes, fewer only at the end. ENODATA: the range has bytes that were never
   // written.
   virtual Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) = 0;
-  // Writes all bytes or fails. ESTALE: the staging was renamed or removed; EFBIG: past the end of a
-  // file whose size the schema fixes; ENODATA, EIO, ENOSPC: from storage.
+  // Writes all bytes or fails. ESTALE: the staging was published or removed; EFBIG: past the end of
+  // a file whose size the schema fixes; ENODEV: the file was changed through a shared mapping; EIO,
+  // ENOSPC and others: from storage.
   virtual Status Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
-  // O_APPEND: writes at the current end and returns that offset.
+  // Write for a file opened with O_APPEND: writes at the current end and returns that offset.
   virtual Result<std::uint64_t> Append(const void* data, std::size_t size) = 0;
   // For a tensor's file or a slice: size 0 discards what was written there, the full size does
   // nothing, a size between discards the bytes past it. For other files (schema.json, objects):
   // sets the size.
   virtual Status Truncate(std::uint64_t size) = 0;
-  // close(2): syncs like Sync and ends the writing, unless the file is mapped; a later write begins
-  // it again. close(2) returns the error of this call.
+  // For close(2), which returns the error of this call. Syncs like Sync. Afterwards the file does
+  // not count as open for writing, unless it is mapped or written to again.
   virtual Status Flush() = 0;
   // fsync(2): afterwards the written bytes survive a power loss and are part of a publish.
   virtual Status Sync() = 0;
   virtual Result<Attributes> Stat() = 0;
-  // lseek(2) with SEEK_DATA (`data`) or SEEK_HOLE: the first written, or unwritten, byte at or
-  // after `offset`. ENXIO at and past the end, and if no data follow.
+  // lseek(2): the first written byte at or after `offset` if `data` (SEEK_DATA), otherwise the
+  // first unwritten one (SEEK_HOLE). ENXIO at and past the end, and with `data` if no data follow.
   virtual Result<std::uint64_t> Seek(std::uint64_t offset, bool data) = 0;
   // To be called when the kernel reads pages for a mapping. The kernel may send writes to these
   // pages long after close(2), so the file counts as open for writing until Release().

@@ -22,7 +22,8 @@ std::string LabelText(std::string_view value) {
       out += '\\';
       out += c;
     } else {
-      // Other control characters could disturb a terminal.
+      // Replaces bytes that are not UTF-8, and other control characters, which could disturb a
+      // terminal.
       out += byte < 0x20 || byte == 0x7F || (byte >= 0x80 && !utf8) ? '?' : c;
     }
   }

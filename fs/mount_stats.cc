@@ -181,12 +181,12 @@ void MountStats::AddMetrics(MetricsText& text) const {
   for (std::size_t i = 0; i < kOps; ++i) {
     const PerOp& op = ops_[i];
     if (load(op.requests) == 0) continue;
-    // Each class is read once, so that concurrent counting cannot make a bucket larger than the
-    // next one.
+    // Reads each class once. Otherwise requests that are counted meanwhile could make a bucket
+    // larger than the next one, although buckets are cumulative.
     std::uint64_t below = 0;
     std::size_t next = 0;
     for (std::uint64_t bound = 1024; bound <= (std::uint64_t{1} << 36); bound *= 4) {
-      // The last class of a bucket is the one that ends just below the bound.
+      // Bounds are powers of two, at which classes end, so no class lies in two buckets.
       for (; next < kClasses && UpperBound(next) < bound; ++next) below += load(op.latency[next]);
       const std::string le = MetricsText::Number(static_cast<double>(bound) / 1e9);
       text.Part("_bucket", {{"tier", tier(i)}, {"operation", kFacts[i].first}, {"le", le}},

@@ -19,8 +19,9 @@
 
 namespace tensormount::fs {
 
-// The server of a request: the daemon, for published checkpoints and the mount's own files; the
-// kernel, which reads the backing file after the daemon opened it; or a staging.
+// Which part of a mount serves a request. kDaemon: the daemon, for published checkpoints and the
+// mount's own files. kPassthrough: the kernel, which reads the backing file itself after the daemon
+// has opened it. kStaging: the daemon, for files below .staging/.
 enum class Tier : std::uint8_t { kDaemon, kPassthrough, kStaging };
 inline constexpr std::size_t kTiers = 3;
 std::string_view TierName(Tier tier);
@@ -50,7 +51,8 @@ enum class Op : std::uint8_t {
   kRename,
 };
 inline constexpr std::size_t kOps = 21;
-// "read" for kRead and for kReadStaged: equal names differ in their tier.
+// Name of a request. Requests of different tiers may have one name: kRead and kReadStaged are
+// "read".
 std::string_view OpName(Op op);
 Tier OpTier(Op op);
 
@@ -77,8 +79,8 @@ class MountStats {
     staging_read_.fetch_add(read, std::memory_order_relaxed);
     staging_written_.fetch_add(written, std::memory_order_relaxed);
   }
-  // Appends the failure as one line to .tensormount/errors (the last 256 are kept), and logs it. A
-  // repeated failure may fill all 256 lines; the error counter keeps counting.
+  // Appends the failure as one line to .tensormount/errors, which keeps the last 256, and logs it.
+  // Repeated failures are not merged: one may fill all 256 lines. errors() counts all failures.
   void Report(std::string_view operation, std::string_view object, const Status& status);
   void CountInterrupted() { interrupted_.fetch_add(1, std::memory_order_relaxed); }
 
@@ -115,7 +117,7 @@ class MountStats {
  private:
   // Number of classes in a latency histogram: four for each power of two of nanoseconds.
   static constexpr std::size_t kClasses = 156;
-  // Counters of one kind of request. `latency` is a histogram whose 156 logarithmic classes cover
+  // Counters of one kind of request. `latency` counts requests by class; the classes cover
   // nanoseconds to minutes with an error of at most a quarter.
   struct PerOp {
     std::atomic<std::uint64_t> requests{0};

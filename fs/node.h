@@ -6,12 +6,13 @@
 
 namespace tensormount::fs {
 
-// A node of the mount: a checkpoint (slot), one of its views, and an item of that view. The kernel
-// keeps ids. A slot is never reused while a mount lives, so an id always means the same node or
-// none (ESTALE). Items are computed from the index; only those of slices and stagings are created,
-// counted and forgotten.
-// Item 7 of view 2 of slot 5 is 5 << 44 | 2 << 40 | 7. Ids of published checkpoints need no table,
-// so a mount of millions of tensors keeps no memory for names that were looked up.
+// Identifies a node of the mount: a checkpoint (slot), one of its views, and an item of that view.
+// Item 7 of view 2 of slot 5 is 5 << 44 | 2 << 40 | 7. The kernel keeps ids. A slot is never reused
+// while a mount lives, so an id always means the same node, or none (ESTALE).
+//
+// Items are computed from the checkpoint's index, so a mount of millions of tensors needs no memory
+// for names that were looked up. Only items of slices/ and of stagings are made at lookup, counted,
+// and forgotten.
 using NodeId = std::uint64_t;
 
 struct Node {
@@ -34,8 +35,7 @@ inline constexpr std::uint8_t kStagingView = 1;
 // Item of a view's directory or of its only file, of .staging/ itself, and of the mount's root.
 inline constexpr std::uint64_t kRootItem = 1;
 
-// Items of slot 0, view 0. The kernel keeps the numbers, so they must not change while a mount
-// lives.
+// Items of slot 0, view 0.
 enum class Fixed : std::uint64_t {
   kRoot = kRootItem,
   kLatest = 16,
@@ -46,7 +46,7 @@ enum class Fixed : std::uint64_t {
   kMetrics = 21,
 };
 
-// The mount's root, whose id FUSE fixes.
+// The id of the mount's root, which FUSE prescribes (FUSE_ROOT_ID).
 inline constexpr NodeId kRootId = 1;
 
 // All fields must be below their limits.

@@ -79,10 +79,11 @@ void AccessMask::Require(const FileInfo& info, std::uint32_t mode, Access how) {
   const bool other = Has(mode, how);
   const bool same_owner = info.uid == uid_;
   const bool same_group = info.gid == gid_;
-  // If the file has another owner, the node's owner may be in the file's group or among its others.
+  // The node's owner. If the file has another owner, this user may be in the file's group or among
+  // its others.
   const bool ours = same_owner ? owner : group && other;
-  // A member of the node's group is not the node's owner. If the file has another owner, that user
-  // may be such a member, so the bits of the file's owner count, too.
+  // The other members of the node's group. If the file has another owner than the node, the file's
+  // owner may be one of these members, so the bits of the file's owner count, too.
   const bool members = (same_group ? group : group && other) && (same_owner || owner);
   const bool rest = other && (same_group || group) && (same_owner || owner);
   if (!ours && uid_ != 0) mask_ &= ~0700u;

@@ -36,7 +36,7 @@ class AccessMask {
   // is checked once.
   Status RequireFoldersAbove(FileSystem& fs, const std::string& path);
 
-  // 0777 without the bits of the excluded classes.
+  // 0777 without all three bits of each class that lacks a required access.
   std::uint32_t mask() const { return mask_; }
 
  private:
@@ -46,9 +46,10 @@ class AccessMask {
   std::set<std::string> folders_;  // Directories that were checked, or are assumed searchable.
 };
 
-// Permission bits of `path` that a node without an access list may show: the owner's bits
-// unchanged; for the group and the others only what every list entry grants that may apply to one
-// of them (the group bits of st_mode are the list's mask, acl(5)).
+// Permission bits of `path` that a node without an access list may show. The owner's bits are those
+// of the file. Group and others keep only bits that every entry of the access list grants that may
+// apply to one of their members. st_mode alone does not tell, because with a list its group bits
+// are the list's mask (acl(5)).
 Result<std::uint32_t> ModeWithoutAcl(FileSystem& fs, const std::string& path, const FileInfo& info);
 
 }  // namespace tensormount::fs

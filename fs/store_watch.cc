@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The checkpoints of a source, as a mount shows them. One thread checks the store, when the kernel
-// reports a change and when somebody asks for a name. Each checkpoint gets a slot that is never
-// reused, so that inode numbers stay valid. Storage may hang: a caller waits only for the check
-// that it needs, and a hanging open delays only callers of the same checkpoint.
+// The checkpoints of a source, as a mount shows them. One thread checks the store when a caller
+// asks or the kernel reports a change. Each checkpoint gets a slot that is never reused, so that
+// node ids stay valid. Storage may hang: callers wait for a limited time, and an open that hangs
+// delays only callers of the same checkpoint.
 #include "fs/store_watch.h"
 
 #include <algorithm>
@@ -31,12 +31,13 @@ using Clock = std::chrono::steady_clock;
 
 // How long the destructor waits for a check that hangs in storage.
 constexpr std::chrono::seconds kWatchStopPatience{2};
-// Interval of checks without requests or notifications while a checkpoint is open, so that removed
-// checkpoints are closed.
+// Interval of checks without requests, while a checkpoint is open and inotify is not available.
+// They find removed checkpoints, which must be closed.
 constexpr std::chrono::milliseconds kIdleLook{1000};
 // Number of checkpoints checked each time even if the store's directory is unchanged.
 constexpr std::size_t kWindow = 64;
-// Threads besides the watching one that read commit records for the first time.
+// Largest number of helper threads that read commit records for the first time: one for each
+// kReadsPerThread new names.
 constexpr std::size_t kReadThreads = 3;
 // Directory of a checkpoint's data files (docs/format.md).
 constexpr std::string_view kDataFolder = "data";
@@ -76,7 +77,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   bool scan_requested = false;
   bool stuck = false;              // A caller timed out, and no check has ended since.
   Clock::time_point begun{};       // Start of the last completed check.
-  Clock::time_point not_before{};  // Checks that began earlier are too old.
+  Clock::time_point not_before{};  // A listing whose check began earlier is too old.
   Clock::time_point last_asked{};
   std::uint64_t looks = 0;  // Completed checks.
   std::shared_ptr<const Listing> listing;
@@ -89,16 +90,16 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   std::map<std::string, std::shared_ptr<Slot>> early;
 
   // The members from here to `window` are used by the watching thread only.
-  // Directories of the store that may be checkpoints. Between listings of the whole directory they
-  // are checked in turn.
+  // Directories of the store that may be checkpoints, kWindow of which are checked each time, in
+  // turn, unless the whole directory is listed.
   std::vector<std::string> names;
   std::set<std::string> pending;  // Names in `names` that were no checkpoints at the last check.
   std::pair<std::int64_t, std::int64_t> stamp{-1, -1};
   // Device and inode of the directory at the first check.
   std::optional<std::pair<std::uint64_t, std::uint64_t>> own_folder;
   Clock::time_point stamp_seen{};
-  // Start of the next window in `names`. Moves by kWindow with each check, so all names are checked
-  // once in names.size() / kWindow checks.
+  // Index in `names` of the first name to check next time. Moves by kWindow with each check, so
+  // that all names are checked once in names.size() / kWindow checks.
   std::size_t window = 0;
 
   // Result of checking one name of the store.
@@ -147,7 +148,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   void CloseUnused(const Listing& now, std::size_t kept);
 
   // Whether the last check is recent enough. Its age counts from its start, because a slow check
-  // saw an older state. Requires the lock.
+  // saw an older state. Requires `mutex`.
   bool IsFresh(Clock::time_point now) const {
     return looks > 0 && begun >= not_before && now - begun <= kMaxAge;
   }
@@ -170,9 +171,9 @@ Status StoreWatch::Core::ReadCommit(const std::string& folder, ScannedName& foun
   return {};
 }
 
-// If other users may enter the mount, permissions of the directories above the source and of data/
-// count too, besides those of the commit record. Data files are checked when the checkpoint is
-// opened (CheckpointView).
+// If other users may enter the mount, the permissions of the directories above the checkpoint and
+// of data/ count, too, besides those of the checkpoint and its commit record. Data files are
+// checked when the checkpoint is opened (CheckpointView).
 Result<Ownership> StoreWatch::Core::OwnershipOf(const std::string& at, const FileInfo& folder,
                                                 const FileInfo& commit) const {
   Ownership own{.uid = folder.uid,
@@ -182,8 +183,8 @@ Result<Ownership> StoreWatch::Core::OwnershipOf(const std::string& at, const Fil
   if (!other_users) return own;
   const bool is_file = folder.kind == FileKind::kFile;
   AccessMask reach(own.uid, own.gid);
-  // The root of the mount has the permissions of the source and of all directories above, so the
-  // kernel checks those there.
+  // OwnershipOfSource gives the root of the mount the permissions of the source and of all
+  // directories above, and the kernel checks the root on every path.
   if (ShowsManyCheckpoints(kind)) reach.AssumeSearchable(path);
   TENSORMOUNT_RETURN_IF_ERROR(reach.RequireFoldersAbove(fs, at));
   std::uint32_t mode = folder.mode;
@@ -220,8 +221,8 @@ Result<Ownership> StoreWatch::Core::OwnershipOfSource(const FileInfo& own) const
   all.file_mode = mode & 0444 & reach.mask();
   all.folder_mode = mode & 0555 & reach.mask();
   all.write_mode = mode & 0222 & reach.mask();
-  // In a directory with the sticky bit only the owner of a name may change it. All stagings belong
-  // to the daemon there, so other users may change nothing.
+  // In a directory with the sticky bit only the owner of an entry may rename or remove it. All
+  // stagings belong to the daemon's user, so other users may change nothing.
   if ((own.mode & 01000) != 0) all.write_mode &= 0200;
   return all;
 }
@@ -255,18 +256,19 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::AssignSlot(ScannedName& found) {
   slot->uuid = found.uuid;
   slot->generation = found.generation;
   const std::lock_guard lock(mutex);
-  // A caller may have got a slot for this name meanwhile. A second slot would replace it and make
-  // known nodes stale.
+  // A caller may have got a slot for this name during the check. A second slot would replace the
+  // first one, whose nodes the kernel knows already.
   if (const auto at = early.find(found.name); at != early.end() && Matches(at->second, found)) {
     return at->second;
   }
   // A mount of one checkpoint shows only that one, not its replacement.
   if (!ShowsManyCheckpoints(kind) && slots.size() > 1) {
-    return Status(Code::kStale, slot->path + ": it was replaced by another checkpoint");
+    return Status(Code::kStale, slot->path + ": the checkpoint was replaced by another one");
   }
   if (slots.size() >= kMaxSlots) {
-    return Status(Code::kResourceExhausted,
-                  "this mount has shown too many checkpoints: unmount and mount again");
+    return Status(
+        Code::kResourceExhausted,
+        "this mount has shown more checkpoints than it can: unmount it and mount it again");
   }
   slot->id = static_cast<std::uint32_t>(slots.size());
   slots.push_back(slot);
@@ -276,7 +278,7 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::AssignSlot(ScannedName& found) {
 // Checks a directory of a training directory; kNotFound if it holds no checkpoint (yet).
 Status StoreWatch::Core::ScanStep(const Listing& before, ScannedName& found) const {
   const std::optional<std::uint64_t> iteration = IterationOf(found.name);
-  if (!iteration) return Status(Code::kNotFound, "not the name of an iteration");
+  if (!iteration) return Status(Code::kNotFound, "the name is not that of an iteration");
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder all, ForeignFolder::Open(fs, path, roots));
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder, all.Subfolder(found.name));
   TENSORMOUNT_ASSIGN_OR_RETURN(found.folder, folder.Stat(""));
@@ -285,9 +287,11 @@ Status StoreWatch::Core::ScanStep(const Listing& before, ScannedName& found) con
                                OwnershipOf(JoinPath(path, found.name), found.folder, found.commit));
   found.slot = KnownSlot(before, found);
   if (found.slot) return {};
-  if (FindForeignFormat(folder) == nullptr) return Status(Code::kNotFound, "not a checkpoint");
+  if (FindForeignFormat(folder) == nullptr)
+    return Status(Code::kNotFound, "the directory is not a checkpoint");
   found.generation = *iteration;
-  // Used instead of a UUID, so that a replacement gets other inode numbers.
+  // Foreign checkpoints have no UUID. This one differs for a replacement, which so gets other inode
+  // numbers.
   found.uuid = {found.commit.inode, static_cast<std::uint64_t>(found.commit.mtime_seconds)};
   return {};
 }
@@ -301,7 +305,7 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::Core::OpenForeign(
                                ForeignFolder::Open(fs, slot.path, roots));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo mark, FormatStamp(folder));
   if (IdentityOf(mark) == slot.identity_) return view;
-  return Status(Code::kStale, slot.path + ": it was replaced by another checkpoint");
+  return Status(Code::kStale, slot.path + ": the checkpoint was replaced by another one");
 }
 
 std::string StoreWatch::Core::LatestOf(const Listing& now) const {
@@ -362,7 +366,7 @@ void StoreWatch::Core::ServeWaitingNames(const Listing& before) {
     if (CheckCheckpointName(found.name).ok()) {
       ScanName(before, found);
     } else {
-      found.status = Status(Code::kNotFound, "not a valid name of a checkpoint");
+      found.status = Status(Code::kNotFound, "the name is not valid for a checkpoint");
     }
     auto slot = AssignSlot(found);
     {
@@ -373,11 +377,11 @@ void StoreWatch::Core::ServeWaitingNames(const Listing& before) {
   }
 }
 
-// Checks the whole directory or a part. A directory's timestamp changes with every added or removed
-// name, but on some filesystems only in steps of a second or two; for that long (`grain`) after a
-// change an equal timestamp proves nothing, and the directory is listed each time. Names that were
-// no checkpoints, and open checkpoints, are always checked: the former may become complete, the
-// latter may be removed.
+// Checks the whole directory or a part of its names. A directory's timestamp changes with every
+// added or removed name, but on some filesystems only in steps of a second or two. For that long
+// (`grain`) after a change an equal timestamp proves nothing, so the directory is listed each time.
+// Names that were no checkpoints are always checked, because they may become complete, and so are
+// open checkpoints, which may be removed.
 Status StoreWatch::Core::ScanStore(Listing& now, const Listing& before) {
   const Clock::time_point started = Clock::now();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
@@ -385,7 +389,7 @@ Status StoreWatch::Core::ScanStore(Listing& now, const Listing& before) {
   if (!own_folder) own_folder = id;
   if (*own_folder != id) {
     stamp = {-1, -1};
-    return Status(Code::kStale, path + ": it was replaced by another directory");
+    return Status(Code::kStale, path + ": the directory was replaced by another one");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(now.ownership, OwnershipOfSource(own));
   now.mtime = own.mtime_seconds;
@@ -442,11 +446,11 @@ Status StoreWatch::Core::ScanStore(Listing& now, const Listing& before) {
       now.latest_unknown = slot.status().WithContext(found.name + " may be the latest checkpoint");
     }
   }
-  // Without its store.json the store is being deleted; its directory is removed last.
+  // A store without store.json is being deleted: its directory is removed last.
   if (kind == SourceKind::kStore && now.by_id.empty() &&
       fs.LinkStat(JoinPath(path, store_paths::kSuperblockFile)).status().code() ==
           Code::kNotFound) {
-    return Status(Code::kStale, path + ": its store.json was removed");
+    return Status(Code::kStale, path + ": the store.json of the store was removed");
   }
   return {};
 }
@@ -527,7 +531,6 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
           [](const std::shared_ptr<Slot>& s, std::uint32_t id) { return s->id < id; });
       if (at == now->by_id.end() || (*at)->id != slot->id) {
         slots[slot->id] = nullptr;
-        // `gone_` is set before the new listing is visible.
         slot->gone_.store(true, std::memory_order_release);
         // removed_slots changes in one step with the listing, so that open files always find their
         // slot.
@@ -540,7 +543,7 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
       if (slot) drop_if_gone(slot);
     }
     early.clear();
-    asked_names.clear();  // The new listing has these names.
+    asked_names.clear();  // Their callers find the names in the new listing.
     listing = now;
     begun = started;
     ++looks;
@@ -602,8 +605,7 @@ void StoreWatch::Core::Loop() {
       const bool changed = bell->Wait(patience);
       lock.lock();
       if (changed) not_before = Clock::now();
-      // While no checkpoint is open, none must be closed, and later callers request their own
-      // check.
+      // Checks without a request only to close removed checkpoints, so only while one is open.
       const bool must_look = changed || (!bell->watches() && Clock::now() - begun >= kIdleLook);
       const bool now_open = std::any_of(listing->by_id.begin(), listing->by_id.end(),
                                         [](const auto& slot) { return slot->opened(); });
@@ -646,7 +648,8 @@ Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
   return std::unique_ptr<StoreWatch>(new StoreWatch(std::move(core)));
 }
 
-// The wait is limited: storage may block the thread, which then keeps Core and ends by itself.
+// Waits only for a limited time, because storage may block the watching thread. The thread then
+// keeps Core, and ends by itself later.
 StoreWatch::~StoreWatch() {
   std::unique_lock lock(core_->mutex);
   core_->stop = true;
@@ -657,8 +660,8 @@ StoreWatch::~StoreWatch() {
   }
 }
 
-// After one caller has timed out (`stuck`) no other waits until a check has ended, so a hanging
-// store costs a program one second, not one for every name.
+// After one caller has timed out (`stuck`), no other caller waits until a check has ended. So a
+// hanging store costs a program one second, not one second for every name.
 std::shared_ptr<const StoreWatch::Listing> StoreWatch::CurrentListing(
     std::optional<std::chrono::milliseconds> patience) {
   std::unique_lock lock(core_->mutex);
@@ -680,7 +683,8 @@ std::shared_ptr<const StoreWatch::Listing> StoreWatch::LastListing() {
   return core_->listing;
 }
 
-// During the first check the name is queued: the watching thread checks it between two others.
+// During the first check the name is queued, and the watching thread checks it before its next
+// name.
 std::shared_ptr<Slot> StoreWatch::FindName(const std::string& name) {
   std::unique_lock lock(core_->mutex);
   if (core_->looks == 0) {
@@ -755,7 +759,7 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::OpenView(Slot& slot) {
                   ? core_->OpenForeign(slot, options)
                   : CheckpointView::Open(core_->fs, slot.path, slot.uuid, slot.ownership, options);
   if (!view.ok()) {
-    // The checkpoint was removed a moment ago.
+    // A file of the checkpoint is missing, because the checkpoint was removed a moment ago.
     if (view.status().code() == Code::kNotFound) {
       return Status(Code::kStale, slot.name + " was removed");
     }

@@ -28,11 +28,10 @@ constexpr bool ShowsManyCheckpoints(SourceKind kind) {
   return kind == SourceKind::kStore || kind == SourceKind::kForeignSteps;
 }
 
-// One checkpoint that a mount has seen, until it is removed. A foreign one is gone when the files
-// that describe it are replaced; its replacement gets a new slot. Thread-safe.
-// The id is unique in the mount, because the kernel keeps node ids that contain it. When a
-// checkpoint is replaced under its name, the new one gets another slot, and files that programs
-// have open continue to read the old data.
+// One checkpoint that a mount has seen, until it is removed. The id is unique in the mount, because
+// the kernel keeps node ids that contain it. When a checkpoint is replaced under its name (a
+// foreign one: when the files that describe it are replaced), the new one gets another slot, and
+// files that programs have open continue to read the old data. Thread-safe.
 class Slot {
  public:
   std::uint32_t id = 0;
@@ -53,7 +52,8 @@ class Slot {
 
  private:
   friend class StoreWatch;
-  // Distinguishes commit records (for a foreign format: FormatStamp) without reading them.
+  // Tells commit records apart without reading them. For a foreign checkpoint it is that of the
+  // file that FormatStamp returns.
   struct Identity {
     std::uint64_t device = 0, inode = 0, size = 0;
     std::int64_t seconds = 0, nanoseconds = 0;
@@ -77,13 +77,13 @@ class Slot {
   bool MayHaveOpenFiles() {
     const std::unique_lock opens(mutex_, std::try_to_lock);
     if (!opens.owns_lock()) return true;
-    view_ = nullptr;  // view_ is still set if CloseView found the lock taken.
+    view_ = nullptr;  // Still set if CloseView did not get mutex_.
     const std::lock_guard lock(last_mutex_);
     return !last_view_.expired();
   }
-  // Closes the view. Open files keep it, and with it the lock that gc waits for. Does nothing while
-  // another thread opens the checkpoint, because storage may hang; that thread then closes the
-  // view.
+  // Closes the view. Open files keep the view, and with it the lock on the checkpoint that gc waits
+  // for. Does nothing while another thread opens the checkpoint, because that may hang in storage;
+  // the other thread then calls CloseView itself (StoreWatch::View).
   void CloseView() {
     const std::unique_lock opens(mutex_, std::try_to_lock);
     if (!opens.owns_lock()) return;
@@ -107,20 +107,21 @@ class Slot {
 // because other machines send no notifications. The thread checks when a caller asks and the last
 // check is older than kMaxAge, and when this machine's kernel reports changed names while a
 // checkpoint is open, so that a removed checkpoint is closed. If the store does not answer, callers
-// wait for kPatience (the first check: kFirstPatience); after one has waited in vain, further
-// callers get the last listing at once, until a check ends. Thread-safe.
+// wait for kPatience (for the first check kFirstPatience). After one caller has waited in vain,
+// further callers get the last listing at once, until a check ends. Thread-safe.
 //
 // Locks: Core::mutex guards the listing and the waiting callers; it is never held during storage
 // calls. Slot::mutex_ is held while its checkpoint is opened, so only callers of that checkpoint
 // wait.
 //
-// Cost of a check: one stat of the directory. If the directory changed lately: a listing, and stats
-// of each commit record. Otherwise: stats of the commit records of some names in turn (kWindow), of
-// the open checkpoints, and of names that were no checkpoints. A commit record is read again only
-// if its inode, size or times changed.
+// Cost of a check of a store: one stat of the directory. If the directory changed lately, or has
+// few names (kWindow): a listing, and stats of each commit record. Otherwise: stats of the commit
+// records of kWindow names in turn, of the open checkpoints, and of names that were no checkpoints.
+// A commit record is read again only if its inode, size or modification time changed.
 class StoreWatch {
  public:
-  // Maximum age of an answer; with the kernel's caches of 0.4 s, changes are visible within 1 s.
+  // Maximum age of a listing. Together with the kernel's caches (0.4 s), programs see a change
+  // within 1 s.
   static constexpr std::chrono::milliseconds kMaxAge{200};
   static constexpr std::chrono::milliseconds kPatience{1000};
   // How long callers wait for the first check of a store, which reads all commit records.
@@ -130,12 +131,13 @@ class StoreWatch {
   static constexpr std::size_t kKeptOpen = 32;
   static constexpr std::chrono::seconds kIdleRelease{60};
 
-  // How long a change of the directory may leave its timestamp unchanged (whole seconds on some
-  // filesystems).
+  // Granularity of directory timestamps (whole seconds on some filesystems): for this long after a
+  // change, another change may leave the timestamp as it is.
   static constexpr std::chrono::milliseconds kStampGrain{2000};
 
-  // `fs` must outlive this object. `path` is resolved. `other_users`: users other than the mounting
-  // one may enter. A single checkpoint is checked before the return, a store afterwards.
+  // `fs` must outlive this object. `path` must be resolved. `other_users`: users other than the
+  // mounting one may enter. A single checkpoint is checked before Start returns, a store
+  // afterwards.
   static Result<std::unique_ptr<StoreWatch>> Start(
       FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
       std::shared_ptr<const KeyMap> map, const HfOptions& hf = {},
@@ -146,8 +148,9 @@ class StoreWatch {
   // A snapshot of the source. Immutable once published, so holders use it without a lock.
   struct Listing {
     std::vector<std::shared_ptr<Slot>> by_id;  // The existing checkpoints, by id.
-    std::shared_ptr<Slot> latest;              // Null: no checkpoint, or latest_unknown.
-    // Error if a commit record is unreadable and may be that of the latest checkpoint.
+    std::shared_ptr<Slot> latest;  // Null: no checkpoint, or latest_unknown is an error.
+    // Error if a commit record is unreadable and may be that of the latest checkpoint, or if the
+    // store is gone.
     Status latest_unknown;
     // Error (kStale) if the store's directory was moved or deleted, or its disk was unmounted; not
     // the same as an empty store.
@@ -158,25 +161,26 @@ class StoreWatch {
     std::vector<std::uint32_t> by_name;  // Indexes in by_id, sorted by name.
     std::shared_ptr<Slot> Find(std::string_view name) const;
   };
-  // A listing that is at most kMaxAge old or, if the store does not answer within `patience`, the
-  // last one. `patience` defaults to kPatience, and to kFirstPatience before the first check.
+  // Returns a listing that is at most kMaxAge old or, if the store does not answer within
+  // `patience`, the last listing. `patience` defaults to kPatience, and to kFirstPatience until the
+  // first check has ended.
   std::shared_ptr<const Listing> CurrentListing(
       std::optional<std::chrono::milliseconds> patience = {});
   // The last listing; requests a new check if it is too old.
   std::shared_ptr<const Listing> LastListing();
-  // The checkpoint of this name, null if there is none. Does not wait for the end of the first
-  // check.
+  // The checkpoint of this name; null if there is none. During the first check the name is checked
+  // out of turn, so the caller does not wait for all other names.
   std::shared_ptr<Slot> FindName(const std::string& name);
-  // Whether the first check has ended; before, CurrentListing() and FindName() may take long.
+  // Whether the first check has ended. Until then CurrentListing() and FindName() may take long.
   bool first_check_done() const;
   // Makes later calls ignore checks that began before this call. For a publish through the mount:
   // the program that renamed the staging must find the checkpoint at once, not 200 ms later.
   void Refresh();
-  // The slot with this id. kStale if it is gone or never existed. Fast, because every request calls
-  // this.
+  // The slot with this id. kStale if it is gone or never existed. Never waits for storage, because
+  // every request calls Find.
   Result<std::shared_ptr<Slot>> Find(std::uint32_t id);
-  // The view of the slot's checkpoint, which is opened if it is closed. kStale: the checkpoint is
-  // gone or was replaced.
+  // The view of the slot's checkpoint, which this call opens if it is closed; that may wait for
+  // storage. kStale: the checkpoint was removed or replaced.
   Result<std::shared_ptr<const CheckpointView>> View(Slot& slot);
   // The view that open files of a removed checkpoint still hold; null if there is none.
   std::shared_ptr<const CheckpointView> KeptView(std::uint32_t id);
@@ -187,7 +191,8 @@ class StoreWatch {
   bool is_responding() const;
 
  private:
-  // Outlives the StoreWatch if storage blocks the watching thread.
+  // The state. The watching thread keeps it if storage blocks that thread longer than the
+  // StoreWatch lives.
   struct Core;
   Result<std::shared_ptr<const CheckpointView>> OpenView(Slot& slot);
   explicit StoreWatch(std::shared_ptr<Core> core) : core_(std::move(core)) {}

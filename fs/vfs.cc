@@ -31,8 +31,8 @@ constexpr std::string_view kControlName = ".tensormount";
 // Longest name in bytes, as on other filesystems.
 constexpr std::size_t kMaxName = 255;
 
-// Number of the cookies for "." and ".." in a listing: the directory's own cookies are raised by
-// two.
+// Number of cookies that "." and ".." take in a listing. The cookies of the directory's own entries
+// are raised by this number.
 constexpr std::uint64_t kDots = 2;
 // Cookies in the root of a store: `latest`, then slots from kSlotCookies on, by id.
 constexpr std::uint64_t kLatestCookie = 3;
@@ -66,8 +66,8 @@ std::optional<Fixed> FixedOf(const Node& node) {
   return std::nullopt;
 }
 
-// A hash of names, so that inode numbers are the same in every mount and after a restart; 0 and 1
-// have special meanings for programs.
+// An inode number: a hash of names, so that it is the same in every mount and after a restart. At
+// least 2, because 0 and 1 have special meanings for programs.
 std::uint64_t InodeOf(std::string_view source, std::string_view name) {
   ByteWriter text;
   text.String(source);
@@ -101,10 +101,10 @@ std::string_view VerifyName(ServeVerify verify) {
   return "";
 }
 
-// Lists "." and "..". False: `fn` ended the listing.
+// Lists "." and "..". Returns false if `fn` ended the listing.
 bool ListDots(const Attributes& attributes, std::uint64_t cookie,
               const std::function<bool(const Vfs::Listed&)>& fn) {
-  // Both entries have no node id, because the kernel knows their nodes.
+  // The two entries get no node id, because the kernel knows their nodes.
   for (std::uint64_t i = cookie; i < kDots; ++i) {
     if (!fn({.name = i == 0 ? "." : "..", .entry = {.attributes = attributes}, .next = i + 1})) {
       return false;
@@ -159,8 +159,8 @@ Result<Vfs::Located> Vfs::Locate(NodeId id) {
   return place;
 }
 
-// Like Locate, but also finds open files of a removed checkpoint: read(2) and fstat(2) on them
-// continue to work, as on other filesystems.
+// So read(2) and fstat(2) on open files of a removed checkpoint continue to work, as on other
+// filesystems.
 Result<Vfs::Located> Vfs::LocateFile(NodeId id) {
   Result<Located> place = Locate(id);
   if (place.status().code() != Code::kStale) return place;
@@ -280,7 +280,7 @@ Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Located root, Locate(kRootId));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, root.view->Lookup(root.node, name));
     Entry entry = EntryOf(child);
-    entry.seconds = kRootSeconds;  // A removal must become visible.
+    entry.seconds = kRootSeconds;  // A removal of the checkpoint must become visible.
     return entry;
   }
   if (name == kStagingName && staging_) {
@@ -318,7 +318,7 @@ Result<Vfs::Entry> Vfs::Stat(NodeId id) {
   const Node node = NodeOf(id);
   if (node.slot == 0) {
     const std::optional<Fixed> fixed = FixedOf(node);
-    if (!fixed) return Status(Code::kStale, "no entry has this inode number");
+    if (!fixed) return Status(Code::kStale, "stale inode number: the mount has no such entry");
     return *fixed == Fixed::kLatest ? LatestEntry(*watch_->CurrentListing()) : ControlEntry(*fixed);
   }
   if (node.view == kOwnView && node.item == kRootItem) {
@@ -326,14 +326,14 @@ Result<Vfs::Entry> Vfs::Stat(NodeId id) {
     return SlotEntry(*slot);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
-  if (!place.view) return Status(Code::kStale, "no entry has this inode number");
+  if (!place.view) return Status(Code::kStale, "stale inode number: the mount has no such entry");
   TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, place.view->Stat(place.node));
   return Entry{.id = id, .attributes = attributes, .seconds = kSealedSeconds};
 }
 
 Result<std::string> Vfs::ReadLink(NodeId id) {
   if (id != IdOf(MountNode(Fixed::kLatest))) {
-    return Status(Code::kInvalidArgument, "not a symbolic link");
+    return Status(Code::kInvalidArgument, "read a link: the entry is not a symbolic link");
   }
   const auto now = watch_->CurrentListing();
   TENSORMOUNT_RETURN_IF_ERROR(now->latest_unknown);
@@ -378,11 +378,11 @@ Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const
   TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, Locate(id));
   if (!place.view) {
     if (place.node == MountNode(Fixed::kControl)) return ListControl(cookie, fn);
-    return Status::FromErrno(ENOTDIR, "list", "this entry");
+    return Status::FromErrno(ENOTDIR, "list", "an entry of the mount");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Entry own, Stat(id));
   if (own.attributes.kind != FileKind::kDirectory) {
-    return Status::FromErrno(ENOTDIR, "list", "this entry");
+    return Status::FromErrno(ENOTDIR, "list", "an entry of the mount");
   }
   if (!ListDots(own.attributes, cookie, fn)) return {};
   const std::uint64_t from = cookie > kDots ? cookie - kDots : 0;
@@ -397,14 +397,15 @@ Result<std::shared_ptr<const VirtualFile>> Vfs::OpenFile(NodeId id) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
   if (place.view) return place.view->OpenFile(place.node);
   const std::optional<Fixed> fixed = FixedOf(place.node);
-  if (!fixed) return Status(Code::kStale, "no entry has this inode number");
+  if (!fixed) return Status(Code::kStale, "stale inode number: the mount has no such entry");
   for (const Fixed control : kControlFiles) {
     if (*fixed == control) {
       return VirtualFile::OfText(fmt::format("{}/{}", kControlName, ControlName(control)),
                                  ControlText(control));
     }
   }
-  return Status::FromErrno(*fixed == Fixed::kLatest ? ELOOP : EISDIR, "open", "this entry");
+  return Status::FromErrno(*fixed == Fixed::kLatest ? ELOOP : EISDIR, "open",
+                           "an entry of the mount");
 }
 
 void Vfs::Forget(NodeId id, std::uint64_t references) {
@@ -413,7 +414,7 @@ void Vfs::Forget(NodeId id, std::uint64_t references) {
   if (node.slot == 0) return;
   const auto slot = watch_->Find(node.slot);
   if (!slot.ok()) return;
-  // Other views do not count references.
+  // Of all views only slices/ counts references.
   if (node.view == CheckpointView::kSlicesView)
     slot.value()->slices()->Forget(node.item, references);
 }
@@ -462,7 +463,7 @@ std::string Vfs::StatusFields() {
 // ---- Saving: .staging/, and refusals of other changes ------------------------------------------
 
 void Vfs::OpenStaging() {
-  if (kind_ != SourceKind::kStore) return;  // Published checkpoints never change.
+  if (kind_ != SourceKind::kStore) return;  // Only a store has stagings.
   Status status = fs_->Need(Ability::kWrite, source_);
   // A mount grants no more rights than this process has.
   if (status.ok() && fs_->Can(Ability::kKernelFiles) && access(source_.c_str(), W_OK) != 0) {
@@ -478,8 +479,8 @@ void Vfs::OpenStaging() {
   Log(LogLevel::kWarning, "mounted read-only: " + not_writable_because_);
 }
 
-// Nodes below .staging/ have the owner and modes of the store in the last listing. The kernel
-// checks those of the root, which every path passes, too.
+// Nodes below .staging/ have the owner and modes of the store in the last listing. The kernel also
+// checks the modes of the root, through which every path leads.
 Vfs::Entry Vfs::StagedEntry(const StagingTree::Node& node) const {
   const Ownership own = watch_->LastListing()->ownership;
   Attributes attributes = node.attributes;
@@ -496,7 +497,7 @@ Vfs::Entry Vfs::StagedEntry(const StagingTree::Node& node) const {
 
 // Lookups below .staging/ count a reference, which Forget releases.
 Result<Vfs::Entry> Vfs::LookupStaged(NodeId folder, std::string_view name) {
-  if (!staging_) return Status(Code::kStale, "no entry has this inode number");
+  if (!staging_) return Status(Code::kStale, "stale inode number: the mount has no such entry");
   if (folder == kRootId) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto root, staging_->Stat(StagingTree::kRoot));
     return StagedEntry(root);
@@ -506,7 +507,7 @@ Result<Vfs::Entry> Vfs::LookupStaged(NodeId folder, std::string_view name) {
 }
 
 Result<Vfs::Entry> Vfs::StatStaged(NodeId node) {
-  if (!staging_) return Status(Code::kStale, "no entry has this inode number");
+  if (!staging_) return Status(Code::kStale, "stale inode number: the mount has no such entry");
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, staging_->Stat(NodeOf(node).item));
   return StagedEntry(found);
 }
@@ -542,9 +543,9 @@ Status Vfs::ListStaged(NodeId folder, std::uint64_t cookie,
 Result<StagingTree*> Vfs::StagingOf(NodeId node, std::string_view operation,
                                     std::string_view name) {
   if (staging_ && IsStaged(node)) return staging_.get();
-  const std::string what(name.empty() ? std::string_view("this file") : name);
+  const std::string what(name.empty() ? std::string_view("a file of the mount") : name);
   if (!staging_ || node != kRootId) return ReadOnlyError(what);
-  // Names in the root: existing checkpoints never change, and others cannot be created here.
+  // `name` is in the root: an existing checkpoint never changes; another name cannot be made here.
   if (name == "latest" || watch_->FindName(what)) return ReadOnlyError(what);
   const Status status = NotPermittedError(
       "only checkpoints can be in this directory: to save one, make .staging/NAME, write to it, "
@@ -595,8 +596,9 @@ Status Vfs::RemoveDirectory(NodeId folder, std::string_view name) {
   return tree->RemoveDirectory(NodeOf(folder).item, name);
 }
 
-// A rename of a staging into the root publishes it; an object can be renamed within its staging;
-// all else is refused. No error is EXDEV, after which `mv` would copy.
+// A rename of a staging into the root publishes the staging; an object can be renamed within its
+// staging; all other renames are refused. No error is EXDEV, because `mv` would then copy the
+// files.
 Status Vfs::Rename(NodeId folder, std::string_view name, NodeId to_folder, std::string_view to_name,
                    unsigned flags) {
   TENSORMOUNT_ASSIGN_OR_RETURN(StagingTree* const tree, StagingOf(folder, "rename", name));
@@ -606,13 +608,13 @@ Status Vfs::Rename(NodeId folder, std::string_view name, NodeId to_folder, std::
     return status;
   };
   if ((flags & ~static_cast<unsigned>(RENAME_NOREPLACE)) != 0) {
-    return refuse("names cannot be exchanged in a mount");
+    return refuse("rename: two names cannot be exchanged in a mount");
   }
   const bool staging = NodeOf(folder).item == StagingTree::kRoot;
   if (to_folder == kRootId) {
-    if (!staging) return refuse("only a whole staging directory can be published");
+    if (!staging) return refuse("rename: only a whole staging directory can be published");
     const Status status = tree->Publish(name, to_name);
-    // The caller must find the new name at once.
+    // The program that renamed the staging must find the new checkpoint at once.
     watch_->Refresh();
     return status;
   }
@@ -623,14 +625,15 @@ Status Vfs::Rename(NodeId folder, std::string_view name, NodeId to_folder, std::
 
 Status Vfs::RefuseMaking(NodeId folder, std::string_view name) {
   const Status status = StagingOf(folder, "make", name).status();
-  return status.ok() ? NotPermittedError("links and special files are not supported") : status;
+  return status.ok() ? NotPermittedError("links and special files cannot be made in a mount")
+                     : status;
 }
 
 Status Vfs::RefuseChanging(NodeId node) {
   return staging_ && IsStaged(node)
              ? Status(Code::kUnsupported,
                       "files in a staging directory have no extended attributes")
-             : ReadOnlyError("this file");
+             : ReadOnlyError("a file of the mount");
 }
 
 Status Vfs::Drain() { return staging_ ? staging_->SyncAll() : Status(); }

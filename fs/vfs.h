@@ -61,7 +61,7 @@ class Vfs {
 
   // A node with its attributes. `seconds` says how long the kernel may cache name and attributes:
   // an hour below a published checkpoint, a fraction of a second in the root, 0 (not at all) for
-  // .tensormount/ and for files below .staging/.
+  // .tensormount/ and for everything below .staging/.
   struct Entry {
     NodeId id = 0;
     Attributes attributes;
@@ -97,15 +97,15 @@ class Vfs {
   Result<std::vector<std::string>> ListXattrs(NodeId node);
 
   // ---- Saving: calls that change something. Below .staging/ of a writable mount they go to
-  // StagingTree; published checkpoints, and mounts that are not writable, return kReadOnly. Every
-  // call may block.
+  // StagingTree. Elsewhere they fail with EROFS, or with EPERM for new names in the root of a
+  // writable mount. Every call may block.
   bool writable() const { return staging_ != nullptr; }
   // Why a mount is not writable although it was requested; empty otherwise.
   const std::string& not_writable_because() const { return not_writable_because_; }
   static constexpr std::string_view kStagingName = ".staging";
-  // Answers from memory for a staging by its name in .staging/ (counts a reference like Lookup), or
-  // for the node of a staging's directory or of .staging/ itself. nullopt for all other nodes, and
-  // for stagings that this mount has not seen.
+  // Lookup and Stat from memory, without storage: the first for a staging by its name in .staging/
+  // (counts a reference like Lookup), the second for the node of a staging's directory or of
+  // .staging/ itself. nullopt for all other nodes, and for stagings that this mount has not seen.
   std::optional<Entry> KnownStaging(NodeId folder, std::string_view name);
   std::optional<Entry> KnownStaging(NodeId node);
   static bool IsStaged(NodeId node) {
@@ -132,7 +132,7 @@ class Vfs {
                 unsigned flags);
   // Refuses links and special files, which no directory supports: EPERM or EROFS.
   Status RefuseMaking(NodeId folder, std::string_view name);
-  // The error for a change of a node outside of .staging/ (extended attributes: of any node).
+  // The error for changing a node outside of .staging/, or the extended attributes of any node.
   Status RefuseChanging(NodeId node);
   // Makes all bytes durable that were written through this mount.
   Status Drain();

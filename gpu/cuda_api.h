@@ -5,9 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
-// Our own declarations of the CUDA driver API: this directory then compiles without a toolkit,
-// under every sanitizer, and tests can implement a driver (tests/gpu/fake_cuda.cc). With a toolkit,
-// tests/gpu/cuda_header_check.cc compares them with its header.
+// Our own declarations of the CUDA driver API. With them all of gpu/ except kernels.cu compiles
+// without a CUDA toolkit, under every sanitizer, and tests can implement a driver
+// (tests/gpu/fake_cuda.cc). With a toolkit, tests/gpu/cuda_header_check.cc compares them with its
+// header.
 // Source: CUDA Driver API reference, functions as of CUDA 12.0.
 
 namespace tensormount::gpu::cuda {
@@ -64,7 +65,8 @@ using Pool = PoolRep*;
 struct Uuid {
   std::uint8_t bytes[16];
 };
-// Location of pool memory, and access to it.
+// Of memory pools: a place of memory (CUmemLocation), the properties of a pool (CUmemPoolProps),
+// and the access of a device to a pool (CUmemAccessDesc).
 struct Location {
   int type = 0;
   int ordinal = 0;
@@ -157,7 +159,8 @@ inline constexpr int kVersion = 12000;
   X(cuMemcpyDtoHAsync, (void* to, Address from, std::size_t bytes, Stream stream))                \
   X(cuMemsetD8Async, (Address to, unsigned char value, std::size_t bytes, Stream stream))
 
-// Resolves a function by version, from CUDA 12 on: the entry point that finds all others.
+// Type of kGetProcAddress, the driver's entry point (since CUDA 12) that finds all other functions
+// by name and API version.
 using GetProcAddress = Result (*)(const char* name, void** function, int version,
                                   std::uint64_t flags, int* found);
 inline constexpr char kGetProcAddress[] = "cuGetProcAddress_v2";

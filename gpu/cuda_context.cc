@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The current context is a per-thread state of the driver: every call on a device is made in a
-// scope that makes its context current, and restores the caller's afterwards.
+// The driver keeps a current context for each thread: every call on a device is made in a
+// CudaScope, which makes the device's context current, and restores the caller's context
+// afterwards.
 #include "gpu/cuda_context.h"
 
 #include "gpu/cuda_driver.h"
@@ -36,7 +37,7 @@ Status CudaContext::Check(cuda::Result result, std::string_view doing) {
   if (result == cuda::kSuccess) return {};
   const Status status =
       CudaStatus(*driver_, result, doing).WithContext(name_).With({.device = name_});
-  // kInvalidContext may also mean that a stream belongs to another context.
+  // kInvalidContext alone does not prove a reset: a stream may belong to another context.
   if (result == cuda::kContextIsDestroyed || result == cuda::kDeinitialized ||
       (result == cuda::kInvalidContext && WasReset())) {
     gone_ = true;
@@ -73,8 +74,8 @@ CudaScope::CudaScope(CudaContext& context) : context_(context) {
     return;
   }
   pushed_ = true;
-  // If this call fails (documented as impossible), captures of other threads stay as strict as
-  // before.
+  // In relaxed mode this thread's calls do not invalidate graph captures of other threads. If the
+  // mode cannot be changed, the scope works without that protection.
   if (driver.cuThreadExchangeStreamCaptureMode(&capture_mode_) != cuda::kSuccess) {
     capture_mode_ = cuda::kCaptureModeRelaxed;
   }

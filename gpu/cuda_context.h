@@ -19,12 +19,12 @@
 
 namespace tensormount::gpu {
 
-// The primary context of a device, shared with frameworks of the program. If the program resets the
-// device, all objects made in the context are destroyed. Thread-safe.
+// The primary context of a device, which PyTorch and the CUDA runtime also use. If the program
+// resets the device, all objects made in the context are destroyed. Thread-safe.
 class CudaContext {
  public:
-  // Retains the primary context of a device. kUnavailable if the driver returns none; errors of
-  // CudaStatus.
+  // Retains the primary context of a device. kUnavailable if the driver does not give one; other
+  // errors are those of CudaStatus.
   static Result<std::shared_ptr<CudaContext>> Retain(std::shared_ptr<const cuda::Driver> driver,
                                                      cuda::Device device, std::string name);
   // Does not wait for pending work.
@@ -39,8 +39,8 @@ class CudaContext {
   // Whether the context is known to be destroyed; then none of its objects may be used.
   bool gone() const { return gone_.load(std::memory_order_relaxed); }
 
-  // Converts a result like CudaStatus. Also records a destroyed context, and says whether an
-  // asynchronous error may come from our work.
+  // Converts a result like CudaStatus. Also records in gone() that the context was destroyed, and
+  // adds to the message of an asynchronous error whether tensormount's work may have caused it.
   Status Check(cuda::Result result, std::string_view doing);
 
   // Number of our submissions that are not known to be complete.
@@ -61,15 +61,15 @@ class CudaContext {
   std::atomic<bool> gone_ = false;
 };
 
-// Makes a device's context current for this thread, and restores the previous one at the end. Calls
-// within the scope do not invalidate graph captures of other threads. Single-threaded.
+// Makes a device's context current for this thread, and restores the previous context at the end.
+// Calls within the scope do not invalidate graph captures of other threads. For use by one thread.
 class CudaScope {
  public:
   explicit CudaScope(CudaContext& context);
   ~CudaScope();
   CudaScope(const CudaScope&) = delete;
   CudaScope& operator=(const CudaScope&) = delete;
-  // Not ok: there is no context, and no call on the device may be made.
+  // Not ok if the context could not be made current; then no call on the device may be made.
   const Status& status() const { return status_; }
 
  private:
@@ -92,8 +92,8 @@ class CudaMark : public DeviceMark {
   CudaMark& operator=(const CudaMark&) = delete;
 
   Result<bool> Reached() override;
-  // Makes later work of `stream` wait for the mark. Requires a CudaScope. kUnavailable if `context`
-  // is another context: the device was reset.
+  // Makes later work of `stream`, a stream of `context`, wait for the mark. Requires a CudaScope.
+  // kUnavailable if the mark is of an earlier context of the device, before a reset.
   Status Precede(CudaContext& context, cuda::Stream stream);
 
  private:

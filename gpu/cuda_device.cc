@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA devices by the driver API: their properties, checks of pointers, and their objects. Their
-// work is in cuda_queue.cc.
+// CUDA devices through the driver API: properties, checks of pointers, and making of streams, pools
+// and queues. Copies and hashes are in cuda_queue.cc.
 #include "gpu/cuda_device.h"
 
 #include <algorithm>
@@ -20,7 +20,6 @@ namespace tensormount::gpu {
 namespace {
 
 // Byte offsets of a view's lowest byte and of the end of its highest byte, relative to its data.
-// PlaceBuffer has checked the strides.
 struct Reach {
   std::int64_t low = 0;
   std::int64_t high = 0;
@@ -32,7 +31,7 @@ Reach ReachOf(const BufferView& view) {
     for (const std::int64_t extent : view.shape) elements *= extent;
     return {0, (elements * bits + 7) / 8};
   }
-  Reach reach{0, bits / 8};  // Types below one byte are packed.
+  Reach reach{0, bits / 8};  // A whole number: views of types below one byte are always packed.
   for (int a = 0; a < view.shape.rank(); ++a) {
     const std::int64_t far = (view.shape[a] - 1) * view.strides[a] * (bits / 8);
     (far < 0 ? reach.low : reach.high) += far;
@@ -124,7 +123,9 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
       context_->Check(driver.cuModuleGetGlobal(&tables, &bytes, module_, "tensormount_crc_tables"),
                       "find the checksum tables"));
   if (bytes != sizeof(kernels::CrcTables)) {
-    return {Code::kInternal, name() + ": the kernels are of another version of tensormount"};
+    return {
+        Code::kInternal,
+        name() + ": the GPU kernels belong to another version of tensormount than this library"};
   }
   TENSORMOUNT_RETURN_IF_ERROR(FillTables(tables));
   int greatest = 0;
@@ -161,8 +162,7 @@ Status CudaDevice::FillTables(cuda::Address tables) {
   return AwaitMark(*mark, Deadline::After(kPatience)).WithContext(name());
 }
 
-// Checks both ends of a buffer instead of the allocation of one address, because a buffer may
-// consist of separately mapped parts (expandable segments of PyTorch).
+// Checks that one address is memory of this device.
 Status CudaDevice::CheckAddress(const std::byte* data) const {
   const cuda::Driver& driver = context_->driver();
   const auto address = reinterpret_cast<cuda::Address>(data);
@@ -175,22 +175,25 @@ Status CudaDevice::CheckAddress(const std::byte* data) const {
   const cuda::Result asked =
       driver.cuPointerGetAttribute(&managed, cuda::kPointerIsManaged, address);
   if (asked == cuda::kInvalidValue) return no_memory("not known to CUDA");
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "query the buffer"));
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "query the owner of the buffer"));
   if (managed != 0) return {};
   unsigned type = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, address), "query the buffer"));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, address),
+                      "query the owner of the buffer"));
   if (type == cuda::kMemoryHost) return no_memory("host memory");
   int ordinal = -1;
   TENSORMOUNT_RETURN_IF_ERROR(
       context_->Check(driver.cuPointerGetAttribute(&ordinal, cuda::kPointerDeviceOrdinal, address),
-                      "query the buffer"));
+                      "query the owner of the buffer"));
   if (ordinal != ordinal_) {
     return no_memory("memory of cuda:" + std::to_string(ordinal));
   }
   return {};
 }
 
+// Checks the first and the last byte of a buffer, not the allocation of its first byte, because a
+// buffer may consist of separately mapped parts (expandable segments of PyTorch).
 Status CudaDevice::Check(const BufferView& view) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
@@ -209,7 +212,7 @@ void CudaDevice::FreePinned(std::byte* data) { pinned_->Free(data); }
 Result<std::byte*> CudaDevice::Allocate(std::size_t bytes) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  // Rounded up to whole words, because kernels read whole words.
+  // Rounded up to 16 bytes, because kernels read whole aligned words, also around the last byte.
   TENSORMOUNT_ASSIGN_OR_RETURN(const cuda::Address address,
                                areas_->Allocate(std::max<std::size_t>((bytes + 15) / 16 * 16, 16)));
   return reinterpret_cast<std::byte*>(address);
@@ -311,7 +314,7 @@ Result<int> CudaDevices::OrdinalOf(const Device& device) const {
   int count = 0;
   TENSORMOUNT_RETURN_IF_ERROR(
       CudaStatus(*driver_, driver_->cuDeviceGetCount(&count), "count devices"));
-  // For a MIG instance programs may use its own UUID or the whole device's; its own is preferred.
+  // Programs identify a MIG instance by the UUID of the instance, or by that of the whole device.
   const auto is = [&](int ordinal) {
     cuda::Device there = 0;
     if (driver_->cuDeviceGet(&there, ordinal) != cuda::kSuccess) return false;

@@ -25,7 +25,7 @@ namespace tensormount::gpu {
 
 struct CudaOptions {
   PinnedShape pinned;
-  std::size_t scratch_bytes = std::size_t{4} << 20;  // Size of a ScratchPool's buffers.
+  std::size_t scratch_bytes = std::size_t{4} << 20;  // Size of the first buffers of a ScratchPool.
   NcclOptions nccl;
 };
 
@@ -38,8 +38,8 @@ struct CudaKernels {
   cuda::Function crc = nullptr;
 };
 
-// One NVIDIA GPU, or a MIG instance, by the driver API and its primary context, which PyTorch and
-// all users of the CUDA runtime share. Thread-safe.
+// One NVIDIA GPU, or a MIG instance, used through the driver API in its primary context, which
+// PyTorch and all users of the CUDA runtime share. Thread-safe.
 class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDevice> {
  public:
   // `image`: the compiled kernels (kernels.cu); must live as long as the process. kUnavailable if
@@ -103,8 +103,8 @@ class CudaDevices {
   CudaDevices(std::string library, std::span<const std::byte> image, const Options& options = {})
       : library_(std::move(library)), image_(image), options_(options) {}
 
-  // Opens a device by its UUID if given, otherwise by its ordinal in CUDA_VISIBLE_DEVICES.
-  // kUnavailable without a driver or such a device.
+  // Opens a device by its UUID if given, otherwise by its ordinal among the devices that
+  // CUDA_VISIBLE_DEVICES leaves. kUnavailable if there is no driver or no such device.
   Result<std::shared_ptr<DeviceOps>> Open(const Device& device);
   // Number of devices. kUnavailable as in Open.
   Result<int> Count();

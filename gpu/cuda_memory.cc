@@ -46,7 +46,7 @@ Result<std::byte*> PinnedMemory::Allocate(std::size_t bytes) {
   }
   auto* const data = static_cast<std::byte*>(mapped);
   if (numa_node_ >= 0 && numa_node_ < 64) {
-    // Best effort: the call may be refused (another memory policy of the process).
+    // A refusal is ignored: memory on another NUMA node is only slower.
     const unsigned long nodes = 1UL << numa_node_;
     (void)syscall(SYS_mbind, mapped, bytes, kPreferred, &nodes, 64UL, 0UL);
   }
@@ -92,7 +92,8 @@ bool PinnedMemory::Has(const std::byte* data, std::size_t bytes) {
   return data + bytes <= begin + size;
 }
 
-// Pages that are still registered must not be unmapped: a device may write there.
+// Unmaps the pages only if they were unregistered, because a device may still write to registered
+// pages.
 void PinnedMemory::Release(std::byte* data, std::size_t bytes) {
   const CudaScope scope(*context_);
   if (scope.status().ok() && context_->driver().cuMemHostUnregister(data) == cuda::kSuccess) {
@@ -134,7 +135,7 @@ AreaPool::~AreaPool() {
   for (const auto& [bytes, data] : kept_) (void)driver.cuMemFree(data);
   kept_.clear();
   if (stream_ != nullptr) (void)driver.cuStreamDestroy(stream_);
-  // Blocks that were not freed stay valid.
+  // Blocks that are still allocated stay valid when their pool is destroyed.
   if (pool_ != nullptr) (void)driver.cuMemPoolDestroy(pool_);
 }
 
@@ -167,7 +168,7 @@ Result<cuda::Address> AreaPool::Allocate(std::size_t bytes) {
       return data;
     }
   }
-  Kept entry{{bytes, 0}};  // Made first: memory would be lost if this threw later.
+  Kept entry{{bytes, 0}};  // Made first: device memory would be lost if this threw later.
   std::map<cuda::Address, Kept::node_type> in_use;
   in_use[0] = entry.extract(entry.begin());
   Status allocated = check(driver.cuMemAlloc(&data, bytes));
@@ -183,7 +184,7 @@ Result<cuda::Address> AreaPool::Allocate(std::size_t bytes) {
   return data;
 }
 
-// Waits for all streams of the context, as cuMemFree does, without the lock.
+// Does not hold the lock during cuMemFree, which waits for all streams of the context.
 bool AreaPool::FreeKept() {
   Kept kept;
   {
@@ -212,7 +213,7 @@ void AreaPool::AllowPeerAccess(cuda::Device peer, int ordinal) {
     return;
   }
   const cuda::PoolAccess access{{cuda::kLocationDevice, ordinal}, cuda::kAccessReadWrite};
-  // If this call fails, NCCL finds no path between the two devices either.
+  // A failure is ignored, because only NCCL needs the access.
   (void)driver.cuMemPoolSetAccess(pool_, &access, 1);
 }
 

@@ -19,8 +19,8 @@
 
 namespace tensormount::gpu {
 
-// Pinned host memory. The pages belong to the process and are registered with the driver, so they
-// stay valid whatever happens to the context. Thread-safe.
+// Pinned host memory. The pages are mapped by the process and only registered with the driver, so
+// they stay mapped if the context is destroyed. Thread-safe.
 class PinnedMemory {
  public:
   PinnedMemory(std::shared_ptr<CudaContext> context, int numa_node)
@@ -33,7 +33,7 @@ class PinnedMemory {
   // it; errors of a broken context.
   Result<std::byte*> Allocate(std::size_t bytes);
   void Free(std::byte* data);
-  // Whether the whole range lies in memory of Allocate.
+  // Whether the whole range lies in one block that Allocate returned.
   bool Has(const std::byte* data, std::size_t bytes);
 
  private:
@@ -44,13 +44,13 @@ class PinnedMemory {
   std::map<std::byte*, std::size_t> all_;
 };
 
-// Device memory from our own pool: allocating and freeing does not wait for other work of the
-// program, as cuMemFree does (for every stream of the context). Without pool support, freed blocks
-// are kept for requests of at least half their size, and cuMemFree is called only when the device
-// is full. Thread-safe.
+// Device memory from our own pool, so that allocating and freeing do not wait for other work of the
+// program; cuMemFree would wait for every stream of the context. If the device does not support
+// pools, freed blocks are kept for requests of at least half their size, and cuMemFree is called
+// only when the device is full. Thread-safe.
 class AreaPool {
  public:
-  // All functions require a CudaScope.
+  // All functions require a CudaScope of the context on the calling thread.
   static Result<std::shared_ptr<AreaPool>> Make(std::shared_ptr<CudaContext> context, int ordinal);
   ~AreaPool();
   AreaPool(const AreaPool&) = delete;
@@ -60,8 +60,8 @@ class AreaPool {
   Result<cuda::Address> Allocate(std::size_t bytes);
   // Frees memory that no pending work uses.
   void Free(cuda::Address data);
-  // Allows kernels of another device to access the pool, for NCCL between threads of one process.
-  // Pool memory needs this explicitly, other memory does not.
+  // Allows kernels of another device to access the pool, which NCCL needs between threads of one
+  // process. Memory from cuMemAlloc would not need this call.
   void AllowPeerAccess(cuda::Device peer, int ordinal);
 
  private:
@@ -70,10 +70,10 @@ class AreaPool {
   cuda::Pool pool_ = nullptr;  // Null: no pool support.
   cuda::Stream stream_ = nullptr;
   std::mutex mutex_;
-  // Without a pool: kept blocks by size, and nodes for blocks in use, so that Free does not
-  // allocate.
+  // Used if pool_ is null: kept blocks by size, and for each block in use the map node that Free
+  // moves to kept_, so that Free does not allocate.
   using Kept = std::multimap<std::size_t, cuda::Address>;
-  bool FreeKept();  // Returns whether it freed any.
+  bool FreeKept();  // Frees all kept blocks; false if there were none.
   Kept kept_;
   std::map<cuda::Address, Kept::node_type> in_use_;
 };
@@ -82,18 +82,18 @@ class AreaPool {
 struct Scratch {
   cuda::Address data = 0;
   std::size_t data_bytes = 0;
-  // Whether the memory is not yet initialised. It must be, because transfers include gaps, and
-  // kernels read whole words.
+  // True until a queue has cleared the memory. Every byte must be initialised, because transfers
+  // include gaps between copies, and kernels read whole words.
   bool fresh = true;
   cuda::Address results() const { return data + data_bytes; }
 };
 
-// Scratch memory for queues. Each queue keeps its own, so that a hanging queue does not block
-// another. Thread-safe.
+// Scratch memory for queues. Each queue keeps one buffer for itself until it is destroyed, so that
+// a queue that hangs does not block another. Thread-safe.
 class ScratchPool {
  public:
-  // Number of full-size buffers, for concurrent saves and loads; further buffers get a sixteenth of
-  // the size.
+  // Number of full-size buffers, for concurrent saves and loads; further ones, up to kMost buffers
+  // in all, get a sixteenth of the size.
   static constexpr std::size_t kLarge = 8;
   static constexpr std::size_t kMost = 64;
   static constexpr std::size_t kResultBytes = std::size_t{256} << 10;
@@ -110,7 +110,8 @@ class ScratchPool {
   // Takes a buffer. Requires a CudaScope. kResourceExhausted if the device lacks even the smallest
   // size, or all kMost buffers are in use.
   Result<Scratch> Take();
-  // Returns a buffer once the current work of `stream` is done. Requires a CudaScope.
+  // Gives a buffer back; Take hands it out again once the current work of `stream` is done.
+  // Requires a CudaScope.
   void Give(const Scratch& scratch, cuda::Stream stream);
 
  private:
@@ -130,8 +131,8 @@ class ScratchPool {
   Status why_refused_;
 };
 
-// Host memory, pinned if possible, to which kernels' results are copied before delivery. Allocated
-// on demand, kept, and reused. Thread-safe.
+// Host memory, pinned if possible, to which the device copies results of kernels, before the host
+// copies them to the caller. Allocated on demand, kept, and reused. Thread-safe.
 class ResultSlabs : public std::enable_shared_from_this<ResultSlabs> {
  public:
   static constexpr std::size_t kSlabBytes = std::size_t{1} << 20;
@@ -139,8 +140,8 @@ class ResultSlabs : public std::enable_shared_from_this<ResultSlabs> {
   explicit ResultSlabs(std::shared_ptr<PinnedMemory> pinned) : pinned_(std::move(pinned)) {}
   ~ResultSlabs();
 
-  // A slab is returned with its last reference, which must be kept until all writes to it are
-  // complete.
+  // A slab goes back to the pool when its last reference is dropped. Keep a reference until the
+  // device has finished all writes to the slab.
   struct Slab {
     std::byte* data = nullptr;
     bool pinned = false;

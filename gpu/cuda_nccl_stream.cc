@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA stream for NCCL: runs calls in a scope, records an event, and queries that event.
+// The CUDA stream for NCCL: runs calls in a CudaScope, and marks the stream with an event.
 #include "gpu/cuda_nccl_stream.h"
 
 #include <utility>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeviceQueue as launches and copies in one CUDA stream. Bytes that are contiguous on both sides
-// are copied directly. All others go through scratch memory of the device, where a kernel packs or
-// unpacks many small copies in one launch, so that transfers over the bus are always long.
+// DeviceQueue as launches and copies in one CUDA stream. Long runs that are contiguous on both
+// sides are transferred directly. All other bytes go through scratch memory of the device, where a
+// kernel packs or unpacks many small copies in one launch, so that transfers over the bus are long.
 #include "gpu/cuda_queue.h"
 
 #include <algorithm>
@@ -19,22 +19,24 @@ namespace {
 using kernels::kBatch;
 using kernels::kBlockThreads;
 
-// Copies of this size and more get their own submission.
+// Contiguous copies of at least this many bytes are transferred directly, one submission each.
 constexpr std::uint64_t kLong = std::uint64_t{64} << 10;
-// Host addresses and scratch offsets are equal modulo this number of bytes, so that words aligned
-// on one side are aligned on the other.
+// The offset of bytes in scratch memory and their host address are equal modulo kAlike, so that
+// words aligned on one side are aligned on the other.
 constexpr std::uint64_t kAlike = 256;
-// Host cache line: a transfer may include the gap between two copies of one submission within a
-// line.
+// Bytes of a host cache line. A transfer may include the gap between two copies of one submission
+// that lies within one line.
 constexpr std::uintptr_t kLine = 64;
-// Largest number of blocks of one launch: threads loop over the rest.
+// Largest number of thread blocks of one launch. If there is more work, each thread loops.
 constexpr std::uint64_t kMostBlocks = 65'536;
 // Largest numbers of digests, and of hash leaves, that wait for one launch.
 constexpr std::size_t kMostDigests = 4096;
 constexpr std::uint64_t kMostLeaves = ScratchPool::kResultBytes / sizeof(Hash128);
 static_assert(kMostDigests * sizeof(Crc64) <= ScratchPool::kResultBytes);
 static_assert(ScratchPool::kResultBytes <= ResultSlabs::kSlabBytes);
-// Beyond about a thousand queued launches and copies the driver blocks the caller.
+// A mark is recorded after each kOfOneMark launches and copies, and the queue waits for the oldest
+// mark when kMarksUnderWay are pending, because beyond about a thousand queued launches and
+// copies the driver would block the caller.
 constexpr int kOfOneMark = 128;
 constexpr std::size_t kMarksUnderWay = 4;
 
@@ -57,7 +59,7 @@ Side SideOf(const StridedCopy& plan, bool destination) {
 }
 
 // Adds bytes [first, first + bytes) of a copy, counted along its dense side, to a batch. `word`
-// must divide both.
+// must divide `first` and `bytes`.
 void AddMember(kernels::Batch& batch, const StridedCopy& plan, const std::byte* from,
                std::uint64_t word, std::uint64_t first, std::uint64_t bytes) {
   const auto m = static_cast<std::size_t>(batch.count++);
@@ -105,14 +107,14 @@ std::uint64_t CommonWordSize(std::uint64_t word, std::uint64_t a, std::uint64_t 
 
 }  // namespace
 
-// Results in transit: the device writes them to our memory, and they are delivered when a later
-// mark is found reached. So the device never writes to memory that the caller has freed.
-// Thread-safe.
+// Results in transit: the device writes them to slabs (ResultSlabs), and the host copies them to
+// the caller's memory when a later mark is found reached. So the device never writes to memory that
+// the caller has freed. Thread-safe.
 class CudaQueue::Results {
  public:
   explicit Results(std::shared_ptr<CudaContext> context) : context_(std::move(context)) {}
   ~Results() {
-    // The device may still write there: leak the slab.
+    // Leaks the slabs, because the device may still write to them.
     for (Expected& expected : expected_) {
       LeakToDevice(new std::shared_ptr<ResultSlabs::Slab>(std::move(expected.slab)));
     }
@@ -121,7 +123,7 @@ class CudaQueue::Results {
   Results(const Results&) = delete;
   Results& operator=(const Results&) = delete;
 
-  // The last submission writes `wanted` to `at` in a slab.
+  // Notes that the last submission writes `wanted`, one after the other, to `at` in `slab`.
   void Expect(const std::shared_ptr<ResultSlabs::Slab>& slab, const std::byte* at,
               std::span<const PendingResult> wanted) {
     std::lock_guard lock(mutex_);
@@ -162,7 +164,7 @@ class CudaQueue::Results {
     const std::byte* at = nullptr;
     std::size_t bytes = 0;
     void* out = nullptr;
-    std::uint64_t number = 0;  // Number of the submission that writes it, from 1.
+    std::uint64_t number = 0;  // Number of the submission that writes the result, from 1 on.
   };
   const std::shared_ptr<CudaContext> context_;
   std::mutex mutex_;
@@ -181,7 +183,7 @@ CudaQueue::CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream,
       results_(std::make_shared<Results>(context_)),
       copies_(std::make_unique<Copies>()) {}
 
-// The driver keeps the stream until its work is done.
+// Does not wait: the driver keeps a destroyed stream until its work is done.
 CudaQueue::~CudaQueue() {
   const CudaScope scope(*context_);
   if (!scope.status().ok()) return;
@@ -189,8 +191,8 @@ CudaQueue::~CudaQueue() {
   (void)context_->driver().cuStreamDestroy(stream_);
 }
 
-// Submits batched work. A batch that lacks memory is kUnavailable: with kResourceExhausted the
-// caller would use a fallback for its current work only, but the batch was accepted before.
+// Converts kResourceExhausted to kUnavailable: the batch belongs to earlier calls that succeeded,
+// and a caller that gets kResourceExhausted would use its fallback for its present work only.
 Status CudaQueue::Flush() {
   Status status;
   if (!hashes_.empty()) status = FlushHashes();
@@ -210,7 +212,7 @@ Status CudaQueue::EnsureScratch() {
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
       context_->driver().cuMemsetD8Async(scratch_->data, 0,
                                          scratch_->data_bytes + ScratchPool::kResultBytes, stream_),
-      "clear a buffer"));
+      "clear a device buffer"));
   scratch_->fresh = false;
   return Submitted();
 }
@@ -282,7 +284,7 @@ std::uint64_t CudaQueue::AddCopy(const StridedCopy& plan, const std::byte* from,
   const auto* const source = reinterpret_cast<const std::uint8_t*>(from);
   auto* const target = reinterpret_cast<std::uint8_t*>(to);
   if (plan.axes == 0) {
-    // Part numbers have 32 bits; stay below half of that.
+    // Part numbers have 32 bits; CopiesAreFull keeps their sum below that.
     bytes = std::min(bytes, std::uint64_t{1} << 40);
     kernels::RunJob& job = copies_->runs;
     const auto parts =
@@ -294,7 +296,7 @@ std::uint64_t CudaQueue::AddCopy(const StridedCopy& plan, const std::byte* from,
     job.begin[m + 1] = job.begin[m] + parts;
     return bytes;
   }
-  // Copies by tiles need a box.
+  // Tiles need a whole box of the copy, so this part may become smaller.
   if (kernels::CutIntoTiles(plan, from, to).tiles != 0) {
     const BoxOfPlan box = BoxAt(plan, first, bytes);
     bytes = box.bytes;
@@ -342,13 +344,14 @@ Status CudaQueue::TransferBytes(std::byte* host, const std::byte* device, std::u
                                 Way way) {
   const cuda::Driver& driver = context_->driver();
   const auto size = static_cast<std::size_t>(bytes);
-  // The driver blocks for pageable memory, so this waits with a deadline first.
+  // The driver blocks without a deadline for pageable memory, so this waits for the stream first.
   if (!device_->pinned_memory().Has(host, size)) TENSORMOUNT_RETURN_IF_ERROR(AwaitAll());
   const cuda::Result result =
       way == Way::kOut ? driver.cuMemcpyDtoHAsync(host, AddressOf(device), size, stream_)
                        : driver.cuMemcpyHtoDAsync(AddressOf(device), host, size, stream_);
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      result, (way == Way::kOut ? "copy out " : "copy in ") + std::to_string(bytes) + " bytes"));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(result, (way == Way::kOut ? "copy from the device " : "copy to the device ") +
+                                  std::to_string(bytes) + " bytes"));
   return Submitted();
 }
 
@@ -373,7 +376,7 @@ bool IsSubmittedAlone(const StridedCopy& plan, std::uint64_t least) {
 
 }  // namespace
 
-// Transfers each run by itself, if there is no scratch memory.
+// Transfers each run by itself; used if there is no scratch memory.
 Status CudaQueue::TransferByRuns(const DeviceCopy& copy, Way way) {
   Status status;
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): only read on the way in.
@@ -413,8 +416,9 @@ Status CudaQueue::Transfer(std::span<const DeviceCopy> copies, Way way) {
   return others ? TransferThroughScratch(copies, alone, way) : Status();
 }
 
-// Transfers the spans. A load copies to scratch memory before kernels spread the bytes, a save
-// after kernels have packed them. Scratch memory can then be reused, because the stream is ordered.
+// Transfers the spans between host and scratch memory: to scratch memory before kernels unpack the
+// bytes, or to the host after kernels have packed them. Afterwards scratch memory can be reused,
+// because the stream executes work in order.
 Status CudaQueue::TransferSpans(std::vector<Span>& spans, Way way) {
   const auto* const scratch = reinterpret_cast<const std::byte*>(scratch_->data);
   if (way == Way::kOut) TENSORMOUNT_RETURN_IF_ERROR(LaunchCopies());
@@ -438,7 +442,7 @@ Status CudaQueue::TransferThroughScratch(std::span<const DeviceCopy> copies, std
     return {};
   }
   TENSORMOUNT_RETURN_IF_ERROR(enough);
-  copies_->Clear();  // An earlier call may have failed.
+  copies_->Clear();  // An earlier call that failed may have left copies.
   std::vector<Span> spans;
   std::uint64_t used = 0;
   for (const DeviceCopy& copy : copies) {
@@ -467,13 +471,14 @@ Status CudaQueue::TransferThroughScratch(std::span<const DeviceCopy> copies, std
         used = 0;
         continue;
       }
-      // If the kernel batch is full but scratch memory is not, a save continues to fill it.
+      // The batch of copies is full, but scratch memory is not: on the way out, the launch packs
+      // what there is, and later copies fill the rest of scratch memory.
       if (CopiesAreFull()) {
         TENSORMOUNT_RETURN_IF_ERROR(way == Way::kOut ? LaunchCopies() : TransferSpans(spans, way));
         continue;
       }
-      // The dense side of the plan, relocated to scratch memory; the pointer may lie before that
-      // memory.
+      // The base pointer for the dense side of the plan: with it byte `done` of the copy is at `at`
+      // in scratch memory. The pointer itself may lie before scratch memory.
       auto* const moved = reinterpret_cast<std::byte*>(scratch_->data + at - done -
                                                        static_cast<std::uint64_t>(dense.offset));
       const std::byte* const from = way == Way::kOut ? copy.from : moved;
@@ -525,8 +530,9 @@ Status CudaQueue::Deliver(cuda::Address from, std::span<const PendingResult> wan
   }
   if (!slab->pinned) TENSORMOUNT_RETURN_IF_ERROR(AwaitAll());
   std::byte* const at = slab->data + slab->used;
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      context_->driver().cuMemcpyDtoHAsync(at, from, bytes, stream_), "copy out hashes"));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(context_->driver().cuMemcpyDtoHAsync(at, from, bytes, stream_),
+                      "copy the hashes from the device"));
   slab->used += bytes;
   const std::shared_ptr<ResultSlabs::Slab> of = slab;
   const Status submitted = Submitted();
@@ -539,8 +545,8 @@ Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byt
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   if (bytes == 0) return {};
-  // Scratch memory is allocated now, although it is used later, so that a lack of memory is
-  // reported here.
+  // Scratch memory is used only when the batch is launched, but allocated here, so that this call
+  // reports a lack of memory.
   TENSORMOUNT_RETURN_IF_ERROR(EnsureScratch());
   const std::uint64_t room = scratch_->data_bytes;
   const bool in_place = gather.size() == 1 && gather.front().run == bytes;
@@ -662,7 +668,7 @@ Status CudaQueue::FlushDigests() {
   TENSORMOUNT_RETURN_IF_ERROR(
       context_->Check(context_->driver().cuMemsetD8Async(scratch_->results(), 0,
                                                          digests.size() * sizeof(Crc64), stream_),
-                      "clear digests"));
+                      "clear the digests on the device"));
   TENSORMOUNT_RETURN_IF_ERROR(Submitted());
   auto* const sums = reinterpret_cast<std::uint64_t*>(scratch_->results());
   kernels::CrcJob job;

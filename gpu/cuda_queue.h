@@ -52,7 +52,8 @@ class CudaQueue : public DeviceQueue {
     kernels::TileJob tiles;
     void Clear() { runs.count = strided.batch.count = tiles.count = 0; }
   };
-  // Hashes and digests are batched: a batch waits for more of them, or for a later submission.
+  // Hashes and digests are batched: they are launched when the batch is full, or before the next
+  // copy, wait or mark.
   struct PendingHashes {  // Hashes of the packed bytes [begin, end) of `gather`.
     std::vector<StridedCopy> gather;
     const std::byte* base = nullptr;
@@ -80,7 +81,7 @@ class CudaQueue : public DeviceQueue {
     std::uint64_t at = 0;
     std::uint64_t bytes = 0;
   };
-  // A result of a kernel, and the place to deliver it to after a mark.
+  // The place and size of a kernel's result, which is copied there once a later mark is reached.
   struct PendingResult {
     void* out = nullptr;
     std::size_t bytes = 0;
@@ -117,7 +118,7 @@ class CudaQueue : public DeviceQueue {
   Status Deliver(cuda::Address from, std::span<const PendingResult> wanted);
   Status AddHashes(PendingHashes wanted);
   Status FlushHashes();
-  // Packs the bytes of `wanted` from `at` on.
+  // Packs the bytes of `wanted` into device memory from `at` on.
   Status Gather(const PendingHashes& wanted, cuda::Address at);
   Status FlushDigests();
 

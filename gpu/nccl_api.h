@@ -13,7 +13,7 @@ namespace tensormount::gpu {
 
 struct NcclComm;  // Defined by NCCL.
 
-// Numbers that newer versions add are errors, like all from 1 on except kInProgress.
+// All results from 1 on are errors, except kInProgress; so are numbers that newer versions add.
 enum class NcclResult : int {
   kSuccess = 0,
   kUnhandledCudaError = 1,
@@ -23,7 +23,7 @@ enum class NcclResult : int {
   kInvalidUsage = 5,
   kRemoteError = 6,
   kInProgress = 7,
-  kTimeout = 8,  // 2.32 has it; 2.14 did not.
+  kTimeout = 8,  // Exists in NCCL 2.32, not yet in 2.14.
 };
 
 enum class NcclDataType : int { kUint8 = 1 };
@@ -49,8 +49,8 @@ inline constexpr int kFirstNcclVersion = 21400;
 // NCCL_SUSPEND_MEM: frees device memory that is not needed to resume.
 inline constexpr int kNcclSuspendMemory = 1;
 
-// NCCL's entry points. Null: not in this version. All accepted versions have the functions above
-// the line.
+// NCCL's entry points. All accepted versions have the functions above the line "----"; those below
+// are null if this version lacks them.
 struct NcclApi {
   NcclResult (*get_version)(int* version) = nullptr;
   const char* (*get_error_string)(NcclResult result) = nullptr;

@@ -8,7 +8,7 @@
 namespace tensormount::gpu {
 namespace {
 
-// The soname, under which a process that has loaded NCCL knows it, whatever its path.
+// NCCL's soname. By this name dlopen finds an NCCL that the process has loaded from any path.
 constexpr const char* kNcclName = "libnccl.so.2";
 
 std::string LoaderError() {

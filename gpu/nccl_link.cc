@@ -50,8 +50,8 @@ class NcclEnding {
           }
           return {};
         };
-        // For a lost device NCCL reports the error itself; nothing can be reported from this
-        // thread.
+        // Ignores errors, because this thread has nobody to report them to. If the device cannot be
+        // made current, `end` runs anyway.
         (void)stream->RunOnDevice(end);
         if (!ended) (void)end();
         over->store(true);
@@ -95,7 +95,7 @@ class NcclEnding {
   static void Finish(const NcclLibrary& library, NcclComm* comm) {
     if (HasStarted(library.api().comm_finalize(comm)) &&
         WaitUntilIdle(library, comm, Deadline::After(kFinishLimit))) {
-      (void)library.api().comm_destroy(comm);  // Only finalize can fail.
+      (void)library.api().comm_destroy(comm);
     } else {
       (void)library.api().comm_abort(comm);
     }
@@ -103,13 +103,13 @@ class NcclEnding {
   static void Abort(const NcclLibrary& library, NcclComm* comm, bool revoke,
                     std::chrono::milliseconds patience) {
     if (revoke && HasStarted(library.api().comm_revoke(comm, 0))) {
-      (void)WaitUntilIdle(library, comm, Deadline::After(patience));  // Abort in any case.
+      (void)WaitUntilIdle(library, comm, Deadline::After(patience));
     }
-    (void)library.api().comm_abort(comm);  // The last resort.
+    (void)library.api().comm_abort(comm);  // Also after a revoke that failed or timed out.
   }
 
   const std::shared_ptr<std::atomic<bool>> over_;
-  std::thread thread_;  // No thread if none could be created.
+  std::thread thread_;  // Not joinable if the thread could not be created.
 };
 
 class NcclMover final : public BulkMover {
@@ -123,14 +123,15 @@ class NcclMover final : public BulkMover {
         options_(options) {}
 
   std::string Close() override {
-    // A suspended communicator must not be finalized.
+    // Aborts a communicator that is not ready: a suspended one must not be finalized.
     if (comm_ != nullptr) {
       End(state_ == State::kReady ? NcclEnding::How::kFinish : NcclEnding::How::kAbort);
     }
     if (ending_ == nullptr) return {};
     ending_->Await(Deadline::After(options_.patience));
     if (ending_->IsDone()) return {};
-    return "NCCL: a communicator did not end in time; the thread that ends it goes on";
+    return "NCCL: a communicator was not destroyed by the deadline; a background thread goes on "
+           "with it";
   }
 
   std::string kind() const override { return "nccl"; }
@@ -181,7 +182,7 @@ class NcclMover final : public BulkMover {
   }
   Result<bool> Settled() override {
     if (ending_ != nullptr && !ending_->IsDone()) return false;
-    // Work on the stream ends with the communicator, or slightly later.
+    // Awaits a mark, because work on the stream may end slightly later than the communicator.
     if (!marked_) TENSORMOUNT_RETURN_IF_ERROR(stream_->Mark());
     marked_ = true;
     return stream_->Done();
@@ -261,7 +262,8 @@ class NcclMover final : public BulkMover {
       case State::kResuming:
         break;
     }
-    // The communicator was started and never used.
+    // Release was called before the communicator became ready. Once it is, the next call suspends
+    // or ends it.
     TENSORMOUNT_RETURN_IF_ERROR(AdvanceTo(State::kReady, "connect").status());
     return false;
   }
@@ -270,7 +272,7 @@ class NcclMover final : public BulkMover {
     return library_->ToStatus(result, action, comm_);
   }
 
-  // Polls the communicator: false while it is in progress.
+  // Polls the communicator: false while an earlier call on it is in progress.
   Result<bool> IsCommIdle(std::string_view action) const {
     NcclResult state = NcclResult::kInProgress;
     TENSORMOUNT_RETURN_IF_ERROR(
@@ -309,8 +311,8 @@ class NcclMover final : public BulkMover {
       End(NcclEnding::How::kFinish);
       return false;
     }
-    // If the communicator cannot suspend, it keeps its memory. It must not be destroyed, because
-    // other ranks may have suspended theirs.
+    // If suspending fails, the communicator keeps its memory. Destroying it instead is not
+    // possible, because the communicators of other ranks may be suspended.
     if (!Checked(api.comm_suspend(comm_, kNcclSuspendMemory), "ncclCommSuspend").ok()) return true;
     state_ = State::kSuspending;
     return false;
@@ -318,7 +320,7 @@ class NcclMover final : public BulkMover {
 
   // Starts a thread that ends the communicator.
   void End(NcclEnding::How how) {
-    // A communicator that never was ready has nothing to revoke.
+    // Only a communicator that is ready can have transfers to revoke.
     const bool revoke = state_ == State::kReady && library_->api().comm_revoke != nullptr;
     ending_ = std::make_unique<NcclEnding>(library_, stream_, std::exchange(comm_, nullptr), how,
                                            revoke, options_.patience);
@@ -358,8 +360,8 @@ class NcclMover final : public BulkMover {
                        "ncclRecv");
       }
     }
-    // The group is ended in any case, because it is per-thread state, and would include later
-    // calls.
+    // Ends the group even after an error: an open group is state of this thread, and later NCCL
+    // calls of the thread would be added to it.
     const Status ended = Checked(api.group_end(), "ncclGroupEnd");
     return said.ok() ? ended : said;
   }
@@ -367,7 +369,8 @@ class NcclMover final : public BulkMover {
   Result<bool> GroupEnded() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool quiet, IsCommIdle("NCCL"));
     if (phase_ == Phase::kLaunching) {
-      // All transfers are on the stream only now; an earlier mark would be reached too early.
+      // Transfers are on the stream only once the communicator is idle: an earlier mark would be
+      // reached before they end.
       if (!quiet) return false;
       TENSORMOUNT_RETURN_IF_ERROR(stream_->Mark());
       phase_ = Phase::kRunning;
@@ -391,7 +394,7 @@ class NcclMover final : public BulkMover {
 
   State state_ = State::kNone;
   NcclComm* comm_ = nullptr;
-  std::deque<NcclUniqueId> ids_;  // IDs of the next communicators, from rank 0.
+  std::deque<NcclUniqueId> ids_;  // IDs that rank 0 has sent, of communicators not yet made.
   std::unique_ptr<NcclEnding> ending_;
   bool marked_ = false;  // Whether the stream was marked since Stop.
 
@@ -400,7 +403,7 @@ class NcclMover final : public BulkMover {
   std::size_t group_ = 0;
   Phase phase_ = Phase::kIdle;
   std::size_t first_ = 0;  // All of this rank's transfers before this one are done.
-  std::size_t last_ = 0;   // End of the current group.
+  std::size_t last_ = 0;   // The current group is this rank's transfers [first_, last_).
 };
 
 class NcclLink final : public DeviceLink {

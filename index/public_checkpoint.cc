@@ -3,8 +3,9 @@
 // index/ because it uses every directory below, index/foreign too.
 //
 // Handles hold copies of values or a shared pointer to the opened checkpoint, so a Tensor may
-// outlive its Checkpoint, and any thread may use both. Reads are extended to whole leaves or pages,
-// so that every byte a caller gets was verified.
+// outlive its Checkpoint, and any thread may use both. Read and ReadBytes read whole leaves or
+// pages, so that every byte they return is verified, if the checkpoint has hashes. Map verifies
+// nothing.
 #include "index/public_checkpoint.h"
 
 #include "base/file_system.h"
@@ -20,7 +21,8 @@ struct Checkpoint::Impl {
   int threads = 0;  // From OpenOptions.
 };
 
-// A key may name one layer of a stacked tensor. Its reads go to a box of the stack.
+// The tensor of a key. If the key names one layer of a stacked tensor, reads go to a box of the
+// stacked tensor.
 struct Tensor::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
   int threads = 0;  // From OpenOptions.
@@ -47,13 +49,14 @@ const std::string& Tensor::key() const { return impl_->meta().key(); }
 DType Tensor::dtype() const { return impl_->meta().dtype(); }
 const Dims& Tensor::shape() const { return impl_->meta().shape(); }
 std::uint64_t Tensor::bytes() const { return impl_->meta().bytes(); }
-// A layer has no digest: the stored one covers the whole stack.
+// A layer has no digest: the stored digest covers the whole stacked tensor.
 std::optional<std::uint64_t> Tensor::digest() const {
   if (impl_->layer || !impl_->entry.has_digest) return std::nullopt;
   return impl_->entry.digest;
 }
 
-// InStack maps the layer's region to the stack's region, and adds an axis to the buffer.
+// For a layer, InStack maps the region to a region of the stacked tensor, and adds an axis to the
+// buffer.
 Status Tensor::Read(const Region& region, const BufferView& out) const {
   if (!impl_->layer) {
     return ReadByThreads(*impl_->opened, impl_->entry, region, out, ReadVerify::kExtendLeaves,
@@ -121,7 +124,8 @@ Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& 
 
 const std::string& Checkpoint::path() const { return impl_->opened->directory(); }
 std::string Checkpoint::uuid() const {
-  // Without COMMIT the uuid was made up when the checkpoint was opened.
+  // A checkpoint without COMMIT is a foreign one. The uuid in its index is only a hash of its
+  // records, made at open.
   if (impl_->opened->commit() == nullptr) return std::string();
   return impl_->opened->index().info().uuid.ToString();
 }
@@ -177,7 +181,8 @@ Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) 
     // The index may be damaged: allocate nothing larger than the file it names.
     if (part.file >= impl_->opened->index().files().size() ||
         part.length > impl_->opened->index().files()[part.file].length) {
-      return Status(Code::kDataLoss, "object " + part.key + ": longer than its file");
+      return Status(Code::kDataLoss,
+                    "object " + part.key + ": its bytes reach past the end of its data file");
     }
     std::string bytes(part.length, '\0');
     TENSORMOUNT_RETURN_IF_ERROR(impl_->opened->ReadObject(part, 0, bytes.data(), bytes.size()));
@@ -191,7 +196,8 @@ Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) 
                          : " has no part " + index.ToString()));
 }
 
-// Reserved records (per-rank values, content metadata) are not the user's common values.
+// Reserved records (per-rank values, content metadata) are left out, because they are not common
+// values of the user.
 Result<std::map<std::string, CommonValue>> Checkpoint::common() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(CommonState state, impl_->opened->index().Common());
   return std::move(state.values);

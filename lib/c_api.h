@@ -49,7 +49,8 @@ struct tm_list {
 // A communicator; in this header, because libtensormount_mpi makes communicators, too.
 struct tm_communicator {
   std::unique_ptr<tensormount::Communicator> comm;
-  // Made by the first tm_save_async. Destroyed first, because it waits for the saves in progress.
+  // Made by the first tm_save_async or tm_save_in_place. Destroyed before `comm`, because the
+  // destructor waits for the saves in progress.
   std::shared_ptr<tensormount::AsyncSaver> saver = nullptr;
   const pid_t process = getpid();
 };
@@ -85,7 +86,8 @@ tm_status Call(Fn fn) {
   } catch (const std::exception& e) {
     return tm_set_last_error(TM_INTERNAL, 0, e.what());
   } catch (...) {
-    return tm_set_last_error(TM_INTERNAL, 0, "unknown exception");
+    return tm_set_last_error(TM_INTERNAL, 0,
+                             "internal error: an exception of an unknown type was thrown");
   }
 }
 
@@ -141,7 +143,8 @@ tm_status CallOnState(tm_state* state, Fn fn) {
 // members are zero, the default; and one built with a newer header works as long as it sets no
 // unknown member.
 
-// The size that the caller set in a structure. kInvalidArgument if the size is impossible.
+// The size that the caller set in a structure. kInvalidArgument for less than 4 or more than 4,096
+// bytes.
 Result<std::uint32_t> StructSize(const void* given, const char* name);
 // Checks the size of a structure, and that its bytes after the first `known` are zero.
 Status CheckStruct(const void* given, std::size_t known, const char* name);
@@ -179,15 +182,15 @@ Result<E> Choice(const char* field, std::int32_t number, std::initializer_list<E
 
 // ---- Inputs ----
 
-// Reads an array of `rank` numbers. kInvalidArgument if the number of axes is impossible. Extents
-// are checked by the function that uses them.
+// Reads an array of `rank` numbers. kInvalidArgument if `rank` is negative or above kMaxRank. The
+// function that uses the numbers checks them.
 Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char* name);
 // The type with this number in c.h; nullopt for unknown numbers.
 std::optional<DType> KnownDType(std::uint32_t number);
-// Milliseconds to wait; a negative value means no limit.
+// Converts a time to wait; a negative value means no limit.
 std::chrono::milliseconds ReadWait(std::int64_t milliseconds);
-// Converts a region; NULL means all of `shape`. Fails if `shape`, which also comes from the caller,
-// is invalid.
+// Converts a region; NULL means all of `shape`, and fails if `shape` is invalid (tm_shard takes it
+// from the caller).
 Result<Region> ReadRegion(const tm_region* given, const Dims& shape);
 // Converts a buffer. Checks its dtype, number of axes and overflow. The size of the memory at
 // `data` cannot be checked.
@@ -214,8 +217,8 @@ Watch ReadTask(tm_task* task);
 Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules);
 
 // ---- Outputs ----
-// Copies an output for the caller to memory from malloc, which the caller frees with tm_free.
-// Outputs are set only on success.
+// Each SetOutput copies an output for the caller. A tm_list is freed with tm_list_free; the other
+// outputs are in memory from malloc, and freed with tm_free. Outputs are set only on success.
 
 Status SetOutput(std::string_view bytes, void** data, std::size_t* size);
 Status SetOutput(std::string_view text, char** out, std::size_t* size);

@@ -4,8 +4,8 @@
 //
 // A function checks pointers (CheckPointers), copies the caller's structures (ReadStruct), converts
 // them to C++ values, calls the C++ interface, and sets the outputs. It keeps no pointers to the
-// caller's memory, except to buffers as c.h says. Outputs are set last, so a call that fails leaves
-// them unchanged.
+// caller's memory, except to buffers and contexts of hooks. Outputs are set last, so a call that
+// fails leaves them unchanged (except *done and *got).
 #include <cstdlib>
 #include <limits>
 #include <optional>
@@ -42,8 +42,8 @@ LastError& Last() {
   return last;
 }
 
-// Statuses are cast between the enumerations of C and C++, which are both written by hand. Known()
-// requires that TM_INTERNAL is the last code.
+// The code casts statuses and log levels between the enumerations of C and C++, which are both
+// written by hand. Known() requires that TM_INTERNAL is the last code.
 static_assert(static_cast<int>(Code::kOk) == TM_OK);
 static_assert(static_cast<int>(Code::kInvalidArgument) == TM_INVALID_ARGUMENT);
 static_assert(static_cast<int>(Code::kNotFound) == TM_NOT_FOUND);
@@ -173,7 +173,8 @@ Status CheckPointers(std::initializer_list<Argument> arguments) {
 Result<std::vector<std::string_view>> ReadKeys(const char* keys, std::size_t size,
                                                std::size_t count) {
   std::string_view left(keys, keys == nullptr ? 0 : size);
-  // Each key has a NUL, so a larger count is wrong. It is checked before memory is reserved.
+  // Each key ends with a NUL, so there are at most as many keys as bytes. The check comes before
+  // memory is reserved for `count` keys.
   if (count > left.size()) {
     return Status(Code::kInvalidArgument, std::to_string(count) + " keys do not fit in " +
                                               std::to_string(left.size()) + " bytes");
@@ -225,7 +226,8 @@ Status CheckStruct(const void* given, std::size_t known, const char* name) {
     // An unknown member that is set must not be ignored silently.
     if (bytes[i] == 0) continue;
     return {Code::kUnsupported,
-            std::string(name) + ": has members that this version of the library does not know"};
+            std::string(name) +
+                ": the structure has members that this version of the library does not know"};
   }
   return {};
 }
@@ -241,7 +243,7 @@ Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char
   return Dims(std::span<const std::int64_t>(numbers, static_cast<std::size_t>(rank)));
 }
 
-// The caller of ReadRegion checks that the region is within the tensor.
+// Does not check that the region is within the tensor: the functions that use the region do.
 Result<Region> ReadRegion(const tm_region* given, const Dims& shape) {
   if (given == nullptr) {
     // Box::Make checks the caller's shape.
@@ -362,7 +364,7 @@ Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
   return std::make_shared<const KeyMap>(std::move(map));
 }
 
-// All memory for callers is allocated here, with malloc, because tm_free calls free.
+// All memory for callers, except lists, is allocated here, with malloc, because tm_free calls free.
 Status SetOutput(std::string_view bytes, void** data, std::size_t* size) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{data, "data"}, {size, "size"}}));
   // The final NUL makes the copy a C string; it does not count in the size.
@@ -406,7 +408,6 @@ Status SetOutput(const std::map<std::string, CommonValue>& values, const char* n
     }
     return SetOutput(CommonToJson(it->second), out, size);
   }
-  // Without a name the output is all values as one JSON object.
   CommonDict all;
   for (const auto& [key, value] : values) all.items.emplace(key, value);
   return SetOutput(CommonToJson(CommonValue(std::move(all))), out, size);
@@ -418,7 +419,6 @@ using tensormount::CodeName;
 using tensormount::InfoOf;
 namespace c_api = tensormount::c_api;
 
-// Functions of c.h without a handle.
 const char* tm_status_name(tm_status status) {
   // Code names are literals, so they end with a NUL.
   return c_api::Known(status) ? CodeName(static_cast<tensormount::Code>(status)).data()
@@ -449,7 +449,6 @@ tm_status tm_last_error_json(char** json) {
 }
 
 tm_status tm_set_last_error(tm_status status, int error_number, const char* message) {
-  // Exported for bindings, which report their own failures in this way.
   if (status == TM_OK) return TM_OK;
   try {
     c_api::LastError& last = c_api::Last();

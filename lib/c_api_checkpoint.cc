@@ -27,7 +27,7 @@ using tensormount::c_api::CheckPointers;
 using tensormount::c_api::Handle;
 using tensormount::c_api::SetOutput;
 
-// An opened checkpoint.
+// Mapped bytes of a tensor, which keep the checkpoint open.
 struct tm_mapping {
   tensormount::MappedBytes bytes;
   const pid_t process = getpid();

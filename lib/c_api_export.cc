@@ -79,7 +79,7 @@ tm_status tm_export(const char* source, const char* destination, tm_communicator
           tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_export_options.roots"));
       TENSORMOUNT_ASSIGN_OR_RETURN(
           opened, tensormount::OpenComplete(source, roots, /*partial=*/given.partial != 0));
-      // With several ranks, this rank's share is not known yet.
+      // The total is set only for a single rank: with several, this rank's share is not known yet.
       if (given.task != nullptr && communicator->comm->size() == 1) {
         given.task->total = opened->index().tensor_bytes();
       }

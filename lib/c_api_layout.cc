@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// tm_layout_* and tm_state_add_tensors: many shards described by one array of numbers (c.h, "Many
-// shards at once"). A layout is parsed and checked once, and can then be added to several states
-// with current addresses.
+// tm_layout_* and tm_state_add_tensors: many shards described by one array of numbers, whose form
+// is documented at tm_state_add_tensors in c.h. A layout is parsed and checked once, and can then
+// be added to several states, each time with other data addresses.
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -71,7 +71,7 @@ class Words {
 };
 
 // Reads the members of a tm_buffer that describe its memory. A number that does not fit its member
-// becomes INT32_MAX, which ReadMemory refuses.
+// becomes INT32_MAX, which is not a valid kind or device.
 tm_buffer TakeMemory(Words& words) {
   const auto narrow = [&] {
     const std::int64_t word = words.Take();
@@ -142,7 +142,8 @@ Result<std::unique_ptr<tm_layout>> Parse(const char* keys, std::size_t size,
                                          const std::int64_t* numbers, std::size_t word_count,
                                          std::size_t count) {
   if (count != 0) TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{keys, "keys"}, {numbers, "words"}}));
-  // Each shard has a NUL and at least five numbers. The count is checked before memory is reserved.
+  // Each shard has a key that ends with a NUL, and at least five numbers. The check comes before
+  // memory is reserved for `count` shards.
   if (count > size || count > word_count / 5) {
     return Status(Code::kInvalidArgument, std::to_string(count) + " shards do not fit in " +
                                               std::to_string(size) + " bytes of keys and " +
@@ -207,7 +208,8 @@ tm_status tm_state_add_layout(tm_state* state, const tm_layout* layout, void* co
   return tensormount::c_api::CallOnState(state, [&](tensormount::StateDict&) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{layout, "layout"}}));
     if (addresses != nullptr && count != layout->items.size()) {
-      return {Code::kInvalidArgument, std::to_string(count) + " addresses for a layout of " +
+      return {Code::kInvalidArgument, std::to_string(count) +
+                                          " addresses were given for a layout of " +
                                           std::to_string(layout->items.size()) + " shards"};
     }
     return AddAll(state, *layout, addresses);

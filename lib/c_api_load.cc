@@ -39,8 +39,8 @@ struct tm_load_job {
 
 namespace {
 
-// In c.h 0 means the default, which differs between the two fields; 1 to 4 are the values of
-// Strict.
+// In c.h 0 means the default, which differs between not_stored and not_requested; 1 to 4 are the
+// values of Strict.
 Result<Strict> ReadStrict(const char* field, int32_t number, Strict by_default) {
   return Choice(field, number,
                 {by_default, Strict::kRaise, Strict::kLog, Strict::kReturn, Strict::kIgnore});
@@ -300,7 +300,7 @@ tm_status tm_load_report_uncovered(const tm_load_report* report, size_t index, t
     TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}, {out, "out"}}));
     const auto& all = report->report.uncovered;
     if (index >= all.size()) {
-      return {Code::kNotFound, "index " + std::to_string(index) + ": there are " +
+      return {Code::kNotFound, "index " + std::to_string(index) + ": the report has only " +
                                    std::to_string(all.size()) + " uncovered boxes"};
     }
     // The key in the output is valid until the report is freed.

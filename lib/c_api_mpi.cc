@@ -8,14 +8,15 @@
 
 using tensormount::Status;
 
-// A session of MPI. Freeing the handle ends MPI, unless the session was abandoned.
+// A session of MPI. Freeing the handle finalises MPI, if tm_mpi_init initialised it and the session
+// was not abandoned.
 struct tm_mpi {
   std::unique_ptr<tensormount::MpiSession> session;
 };
 
 namespace {
 
-// Does the same as c_api::Call, whose helpers libtensormount does not export.
+// Like c_api::Call, which cannot be used, because libtensormount does not export its helpers.
 template <typename Fn>
 tm_status CallMpi(Fn fn) {
   try {
@@ -26,13 +27,14 @@ tm_status CallMpi(Fn fn) {
   } catch (const std::exception& e) {
     return tm_set_last_error(TM_INTERNAL, 0, e.what());
   } catch (...) {
-    return tm_set_last_error(TM_INTERNAL, 0, "unknown exception");
+    return tm_set_last_error(TM_INTERNAL, 0,
+                             "internal error: an exception of an unknown type was thrown");
   }
 }
 
 // The error for a NULL argument. It does not name the argument, because libtensormount does not
 // export CheckPointers().
-Status IsNull() { return {tensormount::Code::kInvalidArgument, "an argument is NULL"}; }
+Status IsNull() { return {tensormount::Code::kInvalidArgument, "an argument of the call is NULL"}; }
 
 }  // namespace
 

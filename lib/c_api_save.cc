@@ -44,7 +44,7 @@ struct tm_saver {
 
 namespace {
 
-// The status that a caller's hook returned, with the message that it set on this thread.
+// The status that a caller's hook returned, with the message that the hook set on this thread.
 Status ReadVerdict(tm_status returned) {
   if (returned == TM_OK) return {};
   const bool known = returned > TM_OK && returned <= TM_INTERNAL;
@@ -53,7 +53,7 @@ Status ReadVerdict(tm_status returned) {
           *message == '\0' ? "the hook before_publish of the caller failed" : message};
 }
 
-// Converts the options. Numbers of enumerations are checked here, other values by the save.
+// Converts the options. Checks numbers of enumerations; most other values are checked by the save.
 Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_save_options given,
                                tensormount::c_api::ReadStruct(options, "tm_save_options"));
@@ -87,8 +87,8 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   }
   if (given.reuse_from != nullptr) out.reuse_from = given.reuse_from;
   if (given.inherit != nullptr) out.inherit = given.inherit;
-  // An empty name is an error, because without it the checkpoint would lack the data that it should
-  // inherit.
+  // An empty name is an error: SaveOptions would take "" as "none", and the checkpoint would lack
+  // the data that it should inherit.
   if ((given.inherit != nullptr && out.inherit.empty()) ||
       (given.reuse_from != nullptr && out.reuse_from.empty())) {
     return tensormount::Status(tensormount::Code::kInvalidArgument,
@@ -150,7 +150,7 @@ Status GiveSaver(tm_communicator* communicator) {
 }
 
 // Outputs the job of a save. If `out` is NULL, SaveArguments has made the save fail on all ranks,
-// and this waits for its end.
+// and HandOutJob waits until the save has ended.
 Status HandOutJob(Result<tensormount::SaveHandle> handle, tm_save_job** out) {
   TENSORMOUNT_RETURN_IF_ERROR(handle.status());
   if (out == nullptr) return handle.value().WaitCommitted().status();

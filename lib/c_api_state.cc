@@ -158,7 +158,7 @@ tm_status tm_state_set_metadata(tm_state* state, const char* json) {
   return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
     CommonValue value;
     TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext("content metadata"));
-    // Content metadata are a dict with keys chosen by the user.
+    // Content metadata are a dict, so lists and plain values are refused.
     auto* object = value.get_if<tensormount::CommonDict>();
     if (object == nullptr) return {Code::kInvalidArgument, "content metadata: not a JSON object"};
     return dict.SetContentMetadata(std::move(*object));
@@ -174,7 +174,7 @@ tm_status tm_state_set_local(tm_state* state, const char* name, const char* json
   });
 }
 
-// Fails if the pattern is invalid, so that the save need not report it.
+// Fails at once if the pattern is invalid; the error also fails the later save (CallOnState).
 tm_status tm_state_name_layers(tm_state* state, const char* key, const char* pattern) {
   return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{key, "key"}, {pattern, "pattern"}}));

@@ -46,7 +46,8 @@ Status GiveJson(const OrderedJson& document, char** json) {
   return json == nullptr ? Status() : SetOutput(document, json);
 }
 
-// Finds one checkpoint. A store is refused, because it has several; STORE/latest is accepted.
+// Finds one checkpoint. A directory of several (a store, or the steps of a foreign training run) is
+// refused; STORE/latest is accepted.
 Result<FoundSource> FindOne(const char* path, const std::vector<std::string>& roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found, tensormount::FindSource(path, roots));
   if (found.kind == SourceKind::kStore || found.kind == SourceKind::kForeignSteps) {

@@ -33,16 +33,17 @@ static_assert(TM_TCP_TOKEN_BYTES == sizeof(TcpToken));
 
 Result<std::uint16_t> ReadPort(const char* field, std::uint32_t number) {
   if (number > std::numeric_limits<std::uint16_t>::max()) {
-    return Status(Code::kInvalidArgument,
-                  std::string(field) + ": " + std::to_string(number) + " is not a port");
+    return Status(Code::kInvalidArgument, std::string(field) + ": " + std::to_string(number) +
+                                              " is not a port number (0 to 65535)");
   }
   return static_cast<std::uint16_t>(number);
 }
 
 Status CheckTokenSize(std::size_t size) {
   if (size == sizeof(TcpToken)) return {};
-  return {Code::kInvalidArgument, "a token has " + std::to_string(sizeof(TcpToken)) +
-                                      " bytes, not " + std::to_string(size)};
+  return {Code::kInvalidArgument, "the token of a group must have " +
+                                      std::to_string(sizeof(TcpToken)) + " bytes, not " +
+                                      std::to_string(size)};
 }
 
 Result<TcpOptions> ReadTcpOptions(const tm_tcp_options* options) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount adopt` (commands.h).
+// `tensormount adopt` (commands.h): options and report; index/foreign/adopt.h adopts the source.
 #include "index/foreign/adopt.h"
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 namespace tensormount::tools {
 namespace {
 
-// Total size of the files in a directory and below: of the checkpoint's own files (manifests, index
-// and commit record), for the report.
+// Total size in bytes of all files in a directory and below. The report uses it for the
+// checkpoint's own files (manifests, index and commit record).
 Result<std::uint64_t> BytesBelow(FileSystem& fs, const std::string& folder) {
   std::uint64_t bytes = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
@@ -62,7 +62,7 @@ Result<Outcome> Adopt(const AdoptArgs& args, const Interrupt& interrupt, Termina
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   Outcome out;
   {
-    // The end of this block ends the progress line, before the report.
+    // The destructor of `progress` erases the progress line before the report is printed.
     Progress progress(terminal, "adopt " + to.name);
     options.watch = [&](std::uint64_t done, std::uint64_t total) {
       progress.Set(done, total);
@@ -71,7 +71,7 @@ Result<Outcome> Adopt(const AdoptArgs& args, const Interrupt& interrupt, Termina
     TENSORMOUNT_ASSIGN_OR_RETURN(out.published,
                                  AdoptSource(store.fs(), *opened, store, to.name, options));
   }
-  // These values are those of the source, so the new checkpoint need not be opened.
+  // The report takes these values from the source, so that the new checkpoint need not be opened.
   out.format = opened->index().info().producer;
   out.root = opened->index().info().root;
   out.path = store.CheckpointPath(to.name);

@@ -22,8 +22,8 @@ struct Target {
   Slice slice;
 };
 
-// The target for a slice of the tensor or layer `key`. For a layer the box is one of the stacked
-// tensor.
+// The target for a slice of the tensor or layer `key`. For a layer, the returned tensor is the
+// stacked tensor, and the box is the layer's part of it.
 Result<Target> TargetOf(const OpenedCheckpoint& checkpoint, const std::string& key,
                         const std::string& slice) {
   auto found = checkpoint.index().Find(key);
@@ -42,8 +42,8 @@ Result<Target> TargetOf(const OpenedCheckpoint& checkpoint, const std::string& k
   return Target{layer->stacked, {.box = in_stack.box(), .kept = parsed.value().kept}};
 }
 
-// Parses KEY, KEY[SLICE] or KEY@SLICE. If a tensor has exactly this name, it is used, so that keys
-// that end with brackets can be named; their slices need '@'.
+// Parses KEY, KEY[SLICE] or KEY@SLICE. If a tensor has exactly the name `text`, all of `text` is
+// the key. So a key may end with brackets; a slice of such a key is written with '@'.
 Result<Target> FindTarget(const OpenedCheckpoint& checkpoint, const std::string& text) {
   auto exact = TargetOf(checkpoint, text, "");
   if (exact.status().code() != Code::kNotFound) return exact;
@@ -78,7 +78,7 @@ Status ForEachBlock(const OpenedCheckpoint& checkpoint, const Target& target,
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t size,
                                  RegionBytes(meta.dtype(), meta.shape(), region));
     block.resize(size);
-    // The buffer is packed and has the shape of the region.
+    // The buffer is packed and has the shape of the region, as Read requires.
     const Dims shape = region.is_flat() ? Dims{count} : region.box().extent();
     TENSORMOUNT_RETURN_IF_ERROR(checkpoint.Read(target.tensor, region,
                                                 BufferView::Host(meta.dtype(), block.data(), shape),
@@ -97,7 +97,7 @@ Status CatText(const OpenedCheckpoint& checkpoint, const Target& target, Termina
                               InfoOf(meta.dtype()).name));
   }
   const Dims& kept = target.slice.kept;
-  // A line of text has the elements along the last axis of the result; a scalar is one line.
+  // Each line of text holds the elements along the last axis of the result; a scalar is one line.
   const std::int64_t columns = kept.rank() == 0 ? 1 : kept[kept.rank() - 1];
   std::int64_t n = 0;
   return ForEachBlock(checkpoint, target, [&](const std::byte* data, std::size_t size) {
@@ -110,7 +110,7 @@ Status CatText(const OpenedCheckpoint& checkpoint, const Target& target, Termina
   });
 }
 
-// Writes all parts of an object in order, as bytes or described.
+// Writes all parts of an object in order: as raw bytes, or for "text" as a description.
 Status CatObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecord>& parts,
                  const std::string& as, Terminal& terminal) {
   if (as == "npy") {
@@ -150,7 +150,7 @@ int RunCat(const CatArgs& args, Terminal& terminal) {
   if (!opened.ok()) return terminal.Fail(opened.status());
   const OpenedCheckpoint& checkpoint = *opened.value();
   auto target = FindTarget(checkpoint, args.key);
-  // If no tensor has the key, it may be the key of an object.
+  // If no tensor or layer has the key, it may be the key of an object.
   if (target.status().code() == Code::kNotFound) {
     const auto parts = checkpoint.index().ObjectParts(args.key);
     if (parts.ok() && !parts.value().empty()) {

@@ -11,7 +11,8 @@
 namespace tensormount::tools {
 
 int RunCheck(const CheckArgs& args, Terminal& terminal) {
-  // Descriptions of very large jobs have a few hundred MB; a larger file is not a description.
+  // The description of a very large job has a few hundred MB, so a file above this limit is not a
+  // description.
   constexpr std::uint64_t kMaxBytes = std::uint64_t{4} << 30;
   auto text = ReadNamedFile(args.spec, kMaxBytes);
   if (!text.ok()) return terminal.Fail(text.status());
@@ -22,7 +23,8 @@ int RunCheck(const CheckArgs& args, Terminal& terminal) {
   }
   std::string shown = terminal.json ? report.value().ToJson() : report.value().ToText();
   while (shown.ends_with('\n')) shown.pop_back();
-  // --quiet hides only the report of a valid job.
+  // --quiet hides only the text report of a valid job. JSON and reports of errors are always
+  // printed.
   if (terminal.json || !terminal.quiet || !report.value().ok()) {
     terminal.Text(terminal.json ? shown : ShownText(shown, "\n"));
   }

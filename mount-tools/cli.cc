@@ -24,7 +24,7 @@
 namespace tensormount::tools {
 namespace {
 
-// The output of --version; CMake has the version for the library (TENSORMOUNT_VERSION).
+// The output of --version. The number must equal the project version in CMakeLists.txt.
 constexpr const char* kVersion = "tensormount 0.1.0";
 
 // Commands that are planned but not implemented. They return 2 with kUnsupported, so that scripts
@@ -39,8 +39,8 @@ constexpr const char* kNotBuiltGroup = "Not implemented yet";
 constexpr const char* kSource = "Store, checkpoint, or checkpoint of another program";
 constexpr const char* kStore = "Store directory";
 
-// The options and arguments of the program. It must outlive the parser, whose options refer to its
-// members.
+// The options and arguments of the program. It must outlive the parsing, because CLI11 stores the
+// values in its members.
 struct Program {
   CLI::App app{
       "Mounts, saves, loads and checks checkpoints of distributed training.\n"
@@ -49,9 +49,9 @@ struct Program {
       "checkpoints.",
       "tensormount"};
   Terminal terminal;
-  std::function<int()> run;  // Set by the given subcommand.
+  std::function<int()> run;  // Runs the subcommand; set while parsing.
 
-  // The arguments of each subcommand, of which one is run.
+  // The arguments of all subcommands. Only those of the subcommand on the command line are used.
   ImportArgs import;
   ExportArgs export_;
   LoadArgs load;
@@ -92,7 +92,7 @@ struct Program {
   }
 };
 
-// Adds the options of all subcommands, which may be before or after the subcommand's name.
+// Adds the options that all subcommands have. They may stand before or after the subcommand's name.
 void AddCommon(CLI::App& app, Terminal& terminal) {
   app.add_flag("--json", terminal.json, "Print one JSON document, or one JSON line per item");
   app.add_flag("-q,--quiet", terminal.quiet, "Print only errors and the requested output");
@@ -114,7 +114,7 @@ void AddCommon(CLI::App& app, Terminal& terminal) {
       ->type_name("TEXT");
 }
 
-// Adds --map, with the same text for all commands.
+// Adds --map, with the same help text for all commands.
 void AddMap(CLI::App* command, std::string& map) {
   command->add_option("--map", map, "JSON file of rules that rename or drop keys");
 }
@@ -502,8 +502,8 @@ void AddLifecycle(Program& p) {
       ->check(CLI::Range(0.0, 1e9));
 }
 
-// Adds --root and --file to every command that opens sources. Their values are members of the
-// terminal.
+// Adds --root to the commands in kOpening, and --file to all of them except fsck and prune. The
+// values are members of the terminal.
 void AddRoots(Program& p) {
   static constexpr const char* kOpening[] = {"mount", "load", "import", "ls",     "info",
                                              "cat",   "diff", "layout", "export", "verify",
@@ -533,8 +533,8 @@ void AddUnavailableCommands(Program& p) {
     CLI::App* c = p.app.add_subcommand(name, std::string(what) + " (not implemented yet)");
     c->group(kNotBuiltGroup);
     c->fallthrough(false);
-    // Accepts any arguments, so that the error is not about an unknown option.
-    c->prefix_command();  // Ignores all arguments.
+    // CLI11 ignores all further arguments, so that the error below is not about an unknown option.
+    c->prefix_command();
     const std::string command = name;
     c->callback([&p, command] {
       p.run = [&p, command] {
@@ -566,7 +566,7 @@ std::vector<std::string> ConvertMountHelperArgs(int argc, const char* const* arg
   std::vector<std::string> words = {"mount"};
   *fake = false;
   bool read_only = false;
-  // Whether -s was given: ignore unknown options.
+  // Whether -s was given, which makes mount(8) helpers ignore unknown options.
   bool sloppy = false;
   std::vector<std::string> options;
   for (int i = 1; i < argc; ++i) {
@@ -579,7 +579,7 @@ std::vector<std::string> ConvertMountHelperArgs(int argc, const char* const* arg
         rest = comma == std::string_view::npos ? "" : rest.substr(comma + 1);
         const std::string_view name = option.substr(0, option.find('='));
         if (option == "ro" || option == "rw") {
-          read_only = option == "ro";  // The last of them counts.
+          read_only = option == "ro";  // The last of ro and rw counts.
           continue;
         }
         const bool generic =
@@ -601,7 +601,7 @@ std::vector<std::string> ConvertMountHelperArgs(int argc, const char* const* arg
       words.emplace_back(arg);
     }
   }
-  // Done after all arguments were read, because -s may be the last.
+  // The options are processed after all arguments, because -s may be the last argument.
   for (const std::string& option : options) {
     const std::string flag = "--" + option.substr(0, option.find('='));
     if (!sloppy || mount.get_option_no_throw(flag) != nullptr) words.push_back("--" + option);
@@ -618,7 +618,8 @@ void CheckNoEmptyValues(const CLI::App& app) {
       // Each command checks its positional arguments itself.
       if (option->get_positional() || option->get_name() == "--reason") continue;
       for (const std::string& value : option->results()) {
-        if (value.empty()) throw CLI::ValidationError(option->get_name(), "its value is empty");
+        if (value.empty())
+          throw CLI::ValidationError(option->get_name(), "the value of this option is empty");
       }
     }
     CheckNoEmptyValues(*command);
@@ -630,7 +631,7 @@ void CheckNoTrailingEquals(std::span<const std::string> words) {
   for (const std::string& word : words) {
     if (word == "--") return;
     if (word.starts_with("--") && word.find('=') == word.size() - 1) {
-      throw CLI::ValidationError(word, "its value is empty");
+      throw CLI::ValidationError(word, "the value of this option is empty");
     }
   }
 }
@@ -734,7 +735,7 @@ int Run(int argc, const char* const* argv) {
   } catch (const CLI::ParseError& error) {
     // CLI11 also throws for --help and --version.
     if (error.get_exit_code() == 0) return app.exit(error);
-    // The error may come before CLI11 reached --json.
+    // --json is looked up here, because CLI11 may have failed before it reached --json.
     for (int i = 1; i < argc; ++i) program.terminal.json |= std::string_view(argv[i]) == "--json";
     return FailToParse(app, error, argc, argv, program.terminal);
   }
@@ -745,7 +746,7 @@ int Run(int argc, const char* const* argv) {
 }  // namespace
 
 int Main(int argc, const char* const* argv) {
-  // Exceptions of libraries become an error line here.
+  // Exceptions of libraries become an error line and an exit status.
   try {
     return Run(argc, argv);
   } catch (const std::bad_alloc&) {

@@ -15,22 +15,23 @@
 //
 // A function prints its results through the terminal, as text or JSON, and returns the exit status
 // (docs/cli.md): 0; 1 if the check failed (damage or a difference was found); 2 if the command
-// could not be carried out, after one error line on standard error. Under mpirun `import`, `export`
-// and `load` run on every rank, and rank 0 prints.
+// failed, after an error line on standard error; 128 + the signal if an import, export, adopt, copy
+// or repair was interrupted. Under mpirun `import`, `export` and `load` run on every rank, and rank
+// 0 prints the results.
 
 namespace tensormount::tools {
 
-// Rules, formats and sizes given as text are parsed by the command and not by CLI11, so that the
-// error messages are the library's.
+// In all argument structures, rules, formats and sizes are texts. The command parses them and not
+// CLI11, so that the error messages are the library's.
 struct ImportArgs {
   std::string source;
   std::string destination;     // STORE/NAME
   std::string shard = "rows";  // A rule of state/shard_rule.h.
-  int ranks = 0;               // 0: the option was not given.
+  int ranks = 0;               // 0: --ranks was not given.
   std::string placement = "auto";
   std::string if_exists = "fail";
   bool page_hashes = false;       // See SaveOptions::page_hashes (tensormount/save.h).
-  std::string reuse = "auto";     // auto, off, or the base checkpoint.
+  std::string reuse = "auto";     // auto, off, or the name of the base checkpoint.
   std::uint32_t full_every = 50;  // See SaveOptions::full_every.
   std::string inherit;            // STORE/NAME or NAME; empty: none.
   std::string retain;             // Rules of tensormount/retention.h; empty: nothing is removed.
@@ -42,34 +43,34 @@ struct ImportArgs {
   double arrival_seconds = 1800;
   bool partial = false;  // Whether to leave out incomplete tensors of a foreign source.
 };
-// Saves a source into a store; each rank saves its shards. Returns 0 if the checkpoint is
-// published, else 2. An error of one rank fails all ranks in the same collective call.
+// Saves a source into a store; each rank saves its shards. Returns 0 only if the checkpoint is
+// published. An error of one rank fails all ranks in the same collective call.
 int RunImport(const ImportArgs& args, Terminal& terminal);
 
 struct ExportArgs {
   std::string source;
   std::string destination;
-  // Name of the format (ExportFormatName): safetensors, hf, npy, zarr, dcp or torch.
+  // Name of the format (ExportFormatName): safetensors, hf, npy, zarr, dcp, torch or torch_dist.
   std::string to;
   std::string if_exists = "fail";
   std::string map;  // JSON file; empty: none.
   std::optional<std::string> hf_part_size;
   std::optional<std::string> hf_rules;  // JSON file.
-  int ranks = 0;                        // 0: the option was not given.
+  int ranks = 0;                        // 0: --ranks was not given.
   double liveness_seconds = 30;
   double arrival_seconds = 1800;
   bool partial = false;  // Whether to leave out incomplete tensors of a foreign source.
 };
-// Exports a source to another format. Returns 0 if the export is complete, else 2; the incomplete
-// output is removed, or the error names it if it cannot be removed.
+// Exports a source to another format. Returns 0 only if the export is complete. After an error the
+// incomplete output is removed, or the error names it if it cannot be removed.
 int RunExport(const ExportArgs& args, Terminal& terminal);
 
 struct LoadArgs {
   std::string source;
   std::string shard = "rows";
   int ranks = 0;
-  // In globs of the command '*' also matches '/'.
-  std::string keys;     // Glob of the keys to load; empty: all.
+  // Glob of the keys to load, in which '*' also matches '/'; empty: all.
+  std::string keys;
   std::string compare;  // Source to compare with; empty: none.
   std::string map;      // JSON file; empty: none.
   double liveness_seconds = 30;
@@ -87,7 +88,7 @@ int RunInit(const std::string& path, Terminal& terminal);
 struct LsArgs {
   std::string source;
   std::string glob;      // Glob of the keys to list; empty: all.
-  bool details = false;  // Long format (-l).
+  bool details = false;  // Long format (-l): dtype, shape and size.
   bool layers = false;   // Whether to list the layers of stacked tensors, too.
 };
 // Lists the checkpoints of a store, or the keys of a checkpoint. For a store it returns 1 or 2 if a
@@ -110,8 +111,8 @@ struct CatArgs {
   std::string key;  // KEY, KEY[SLICE] or KEY@SLICE.
   std::string as = "raw";
 };
-// Writes a tensor, or a box of it, to standard output. Data are verified during the read; memory is
-// limited to one block of 32 MiB.
+// Writes a tensor, or a box of it, or an object to standard output. Bytes that have a hash are
+// verified. Data are read in blocks of 32 MiB to limit memory.
 int RunCat(const CatArgs& args, Terminal& terminal);
 
 struct DiffArgs {
@@ -122,8 +123,8 @@ struct DiffArgs {
   std::string keys;  // Glob of the keys to compare; empty: all.
   std::string map;   // JSON file, applied to the first source; empty: none.
 };
-// Compares two sources, by digest where both have one, and else by bytes. Returns 1 if they differ,
-// and 2 if data of one source are missing, because these cannot be compared.
+// Compares two sources by their digests, or by bytes where a digest is missing. Returns 1 if they
+// differ, and 2 if data of a source are missing, because missing data cannot be compared.
 int RunDiff(const DiffArgs& args, Terminal& terminal);
 
 struct LayoutArgs {
@@ -145,8 +146,8 @@ struct DeriveArgs {
   std::string map;                  // JSON file; empty: none.
   std::string if_exists = "fail";
 };
-// Makes a new checkpoint from an old one of the same store, with hard links. Data are read only to
-// copy them from files of which the new checkpoint needs little.
+// Makes a new checkpoint from an old one of the same store, with hard links. Data are read only if
+// they are copied: because links are refused, or because less than half of a file is kept.
 int RunDerive(const DeriveArgs& args, Terminal& terminal);
 
 struct AdoptArgs {
@@ -154,7 +155,7 @@ struct AdoptArgs {
   std::string destination;  // STORE/NAME
   std::string if_exists = "fail";
   std::string map;       // JSON file; empty: none.
-  bool quick = false;    // Whether to compute no hashes.
+  bool quick = false;    // Whether to skip the hashes, so that no data are read.
   bool partial = false;  // Whether to leave out incomplete tensors of a foreign source.
 };
 // Publishes the records of a foreign checkpoint as a checkpoint of a store; the data stay in the
@@ -172,8 +173,8 @@ struct VerifyArgs {
 // status.
 int RunVerify(const VerifyArgs& args, Terminal& terminal);
 
-// Arguments of mount. Relative paths and "latest" are resolved before the daemon changes its
-// working directory.
+// Arguments of mount. Relative paths and "latest" are resolved at the start, because the daemon
+// changes its working directory.
 struct MountArgs {
   std::string source;
   std::string mount_point;
@@ -197,7 +198,7 @@ struct MountArgs {
 int RunMount(const MountArgs& args, Terminal& terminal);
 
 // Unmounts, and waits up to 10 seconds for the daemon to end, so that a script can use the
-// directory next.
+// directory at once.
 struct UnmountArgs {
   std::string mount_point;
   bool lazy = false;  // Whether to detach at once, even while files are open.
@@ -206,7 +207,7 @@ int RunUnmount(const UnmountArgs& args, Terminal& terminal);
 
 struct StatsArgs {
   std::string mount_point;
-  // If watch_seconds is not 0, every output after the first has rates instead of totals.
+  // With watch_seconds, text output after the first shows rates instead of totals.
   double watch_seconds = 0;  // Interval between outputs; 0: one output.
   int rounds = 0;            // Number of outputs with watch_seconds; 0: until interrupted.
 };
@@ -214,7 +215,7 @@ struct StatsArgs {
 // seconds is an error.
 int RunStats(const StatsArgs& args, Terminal& terminal);
 
-// `dry_run`: whether to check everything and remove nothing.
+// `dry_run`: whether to check the names and remove nothing.
 struct RmArgs {
   std::vector<std::string> checkpoints;  // STORE/NAME
   bool dry_run = false;
@@ -224,7 +225,7 @@ struct RmArgs {
 // move, so a wrong name removes nothing.
 int RunRm(const RmArgs& args, Terminal& terminal);
 
-// Retention rules, as texts of the options; without any rule the store's policy applies.
+// Retention rules as option texts. Without any rule the store's policy applies.
 struct PruneArgs {
   std::string store;
   std::string keep_last;
@@ -253,9 +254,9 @@ struct CopyArgs {
   std::vector<std::string> paths;  // Sources, then the destination store.
   std::string limit_rate;          // Bytes a second, such as "100MB"; empty: no limit.
 };
-// Copies checkpoints to another store, with the same UUIDs. Returns 0 if all were copied or exist
-// there; 2 if some could not be copied, after copying the others. The next run resumes an
-// interrupted copy.
+// Copies checkpoints to another store, with the same UUIDs. Returns 0 if all were copied or existed
+// there already. If one cannot be copied, the others are copied, and the result is 2. The next run
+// resumes an interrupted copy.
 int RunCopy(const CopyArgs& args, Terminal& terminal);
 
 struct RepairArgs {
@@ -263,16 +264,17 @@ struct RepairArgs {
   std::string from;        // The source of intact data, with the same tensors.
   bool dry_run = false;
 };
-// Repairs damaged files of a checkpoint from another one with the same tensors. Returns 0 if the
-// checkpoint is then intact (with `dry_run`: would be intact); 1 if damage remains; 2 if this
-// cannot be determined.
+// Repairs damaged files of a checkpoint with data of another source that has the same tensors.
+// Returns 0 if the checkpoint is then intact (with `dry_run`: would be intact), 1 if damage
+// remains, and 2 if the repair failed.
 int RunRepair(const RepairArgs& args, Terminal& terminal);
 
 struct GcArgs {
   std::string store;
   bool dry_run = false;
-  // Grace period of removed checkpoints. If it is not set: the default, and nothing is deleted on a
-  // filesystem without locks. If it is set: it is trusted without locks.
+  // Minimum time in .trash before a removed checkpoint is deleted; unset: kDefaultGraceSeconds. On
+  // a filesystem without locks only a value that is set is trusted; if it is unset, gc deletes no
+  // checkpoint there.
   std::optional<std::int64_t> grace_seconds;
   // A staging directory that was unchanged for this long counts as abandoned.
   std::int64_t staging_age_seconds = 86400;
@@ -297,8 +299,8 @@ struct PublishArgs {
   // How long to wait for the done marks of other writers, and for files that are open for writing.
   double wait_seconds = 0;
 };
-// Publishes a checkpoint that was written through mounts. Returns 0 if it is published; else prints
-// the problems and returns 2, with the staging directory unchanged.
+// Publishes a checkpoint that was written through mounts. On failure prints the problems and
+// returns 2; the staging directory stays and gets a report.
 int RunPublish(const PublishArgs& args, Terminal& terminal);
 
 struct CheckArgs {
@@ -309,8 +311,9 @@ struct CheckArgs {
 // the checks of a save (collective/layout) with simulated ranks.
 int RunCheck(const CheckArgs& args, Terminal& terminal);
 
-// Reports what this machine supports, what is missing, and how to get it; `directory` is on the
-// filesystem to check. Returns 2 only if the directory is not writable.
+// Reports what this machine supports, what is missing, and how to get it. `directory` is on the
+// filesystem to check. Missing features are not errors; the result is 2 if the directory is not
+// writable.
 int RunDoctor(const std::string& directory, Terminal& terminal);
 
 }  // namespace tensormount::tools

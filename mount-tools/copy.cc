@@ -65,7 +65,7 @@ int RunCopy(const CopyArgs& args, Terminal& terminal) {
   const Interrupt interrupt;
   Result<CopyReport> copied = CopyReport();
   {
-    // The end of this block ends the progress line, before the report.
+    // The destructor of `progress` erases the progress line before the report is printed.
     Progress progress(terminal, "copy");
     options.watch = [&](std::uint64_t done, std::uint64_t total) {
       progress.Set(done, total);

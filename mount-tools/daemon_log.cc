@@ -17,7 +17,6 @@
 namespace tensormount::tools {
 namespace {
 
-// The priority of syslog for a log level.
 int PriorityOf(LogLevel level) {
   switch (level) {
     case LogLevel::kDebug:
@@ -32,7 +31,7 @@ int PriorityOf(LogLevel level) {
   return LOG_ERR;
 }
 
-// UTC with milliseconds, so that logs of several machines can be compared.
+// The current time in UTC with milliseconds, so that logs of several machines can be compared.
 std::string TimeStamp() {
   timespec now{};
   clock_gettime(CLOCK_REALTIME, &now);
@@ -43,7 +42,7 @@ std::string TimeStamp() {
                      now.tv_nsec / 1'000'000);
 }
 
-// The log file of a daemon. Log() calls Write under its own lock.
+// The log file of a daemon. Write needs no lock of its own, because Log() calls it under a lock.
 class LogFile {
  public:
   explicit LogFile(std::string path) : path_(std::move(path)) {}
@@ -57,12 +56,12 @@ class LogFile {
   Status Open() {
     struct stat there {};
     struct stat ours {};
-    // logrotate renames the file and makes a new one; the next line goes to the new one.
+    // logrotate renames the log file and makes a new one; the next line goes to the new one.
     const bool same = fd_ >= 0 && stat(path_.c_str(), &there) == 0 && fstat(fd_, &ours) == 0 &&
                       there.st_dev == ours.st_dev && there.st_ino == ours.st_ino;
     if (same) return {};
     // O_NONBLOCK: a FIFO without a reader must not hang the daemon. O_NOCTTY: a terminal must not
-    // become its controlling terminal.
+    // become the daemon's controlling terminal.
     const int fd = open(path_.c_str(),
                         O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
     if (fd < 0) return Status::FromErrno(errno, "open log file", path_);

@@ -8,7 +8,7 @@
 
 namespace tensormount::tools {
 
-// Where Log() writes in a program without a terminal.
+// Targets of Log() for a mount in the background.
 
 // Makes Log() write to the system's log, facility "daemon": a mount in the background has no
 // standard error.

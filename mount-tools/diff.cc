@@ -21,7 +21,7 @@ std::string TensorTypeText(const TensorMeta& meta) {
   return fmt::format("{} {}", InfoOf(meta.dtype()).name, meta.shape().ToString());
 }
 
-// Describes how values differ. Positions of elements are written as `cat` accepts them in a slice.
+// Describes how values differ. Positions of elements have the form that `cat` accepts as a slice.
 std::string ValuesText(const ValueMismatch& v, const Dims& shape) {
   const auto at = [&](std::uint64_t element) { return IndexOf(element, shape).ToString(); };
   std::string text = fmt::format("{} of {} elements differ", v.differing, v.compared);
@@ -45,8 +45,8 @@ std::string TensorText(const Mismatch& d) {
     return fmt::format("{} {}", d.key, TensorTypeText(d.first ? *d.first : *d.second));
   }
   const Dims& shape = d.first->shape();
-  // Values of tensors with different dtypes are compared as numbers; tensors with different shapes
-  // are not compared.
+  // With --values, tensors with different dtypes are compared as numbers, and then d.values is set.
+  // The values of tensors with different shapes are not compared.
   const bool same_kind = d.first->dtype() == d.second->dtype() && shape == d.second->shape();
   std::string text = same_kind ? fmt::format("{} {}: ", d.key, TensorTypeText(*d.first))
                                : fmt::format("{}: {}", d.key, d.reason);
@@ -136,7 +136,7 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
     if (!made.ok()) return terminal.Fail(made.status());
     names = std::move(made).value();
   }
-  // The end of this function ends the progress line, before the summary.
+  // The destructor of `progress` erases the progress line before the summary is printed.
   Result<CompareSummary> summary = [&] {
     Progress progress(terminal, "diff");
     CompareOptions options;
@@ -154,7 +154,8 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
   }();
   if (!summary.ok()) return terminal.Fail(summary.status());
   const CompareSummary& seen = summary.value();
-  // If the glob matches no key, the sources would be reported as equal.
+  // A glob that matches no key is an error, because otherwise the sources would be reported as
+  // equal.
   if (!args.keys.empty() && seen.added + seen.removed + seen.changed + seen.equal == 0) {
     return terminal.Fail(
         Status(Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)));

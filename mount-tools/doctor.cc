@@ -32,7 +32,8 @@ struct Diagnosis {
   std::string remedy;  // How to get the missing feature; empty: unknown or not needed.
 };
 
-// Compares only the release number; distributions may have added or removed features.
+// Whether the kernel's release number is at least major.minor. Distributions may have added or
+// removed features, which the number does not show.
 bool KernelAtLeast(int major, int minor) {
   utsname name{};
   if (uname(&name) != 0) return false;
@@ -75,7 +76,7 @@ Diagnosis Fuse() {
 
 // Whether users other than root may mount with --allow-other.
 Diagnosis AllowOther() {
-  if (geteuid() == 0) return {"allow_other", true, "root may always use it", ""};
+  if (geteuid() == 0) return {"allow_other", true, "root may always use mount --allow-other", ""};
   const Result<std::string> text = ReadNamedFile("/etc/fuse.conf", 1 << 20);
   bool allowed = false;
   std::istringstream lines(text.ok() ? text.value() : std::string());
@@ -103,7 +104,7 @@ Diagnosis Fusermount() {
 // shows this with certainty.
 Diagnosis Passthrough() {
   if (!KernelAtLeast(6, 9)) {
-    return {"passthrough", false, "needs Linux 6.9",
+    return {"passthrough", false, "this needs Linux 6.9 or later",
             "mounts work without it: the daemon serves the reads, at about half the speed"};
   }
   const std::string obstacle = fs::PassthroughObstacle();
@@ -127,9 +128,9 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
     return;
   }
   FileSystem& fs = *found.value();
+  // The name has the process id, because several doctors may run in one shared directory.
   const std::string probe =
       JoinPath(directory, fmt::format(".tensormount-doctor-{}", static_cast<int>(getpid())));
-  // The name has the process id, because several doctors may run in one shared directory.
   const Status made = fs.CreateDirectory(probe);
   if (!made.ok()) {
     out.push_back({"filesystem", false, made.ToString(), "choose a writable directory with --dir"});
@@ -149,7 +150,7 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
   if (status.ok()) status = fs.CreateDirectory(b);
   if (status.ok()) status = fs.WriteFileDurably(JoinPath(a, "f"), "x");
   if (status.ok()) status = fs.WriteFileDurably(JoinPath(b, "f"), "y");
-  // A publish makes directories durable with this call.
+  // SyncDirectory is the call with which a publish makes directories durable.
   if (status.ok()) status = fs.SyncDirectory(probe);
   add("fsync", status, "");
   // Directory b exists and is not empty, so the rename must fail.
@@ -163,14 +164,16 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
   add("exchange (import --if-exists replace)", fs.Exchange(a, b),
       "a checkpoint cannot be replaced on this filesystem");
   add("hard links", fs.Link(JoinPath(a, "f"), JoinPath(a, "g")), "");
-  // Takes a reader's lock and then gc's lock, which must fail: some filesystems grant every lock.
+  // Takes a reader's shared lock and then tries gc's exclusive lock, which must fail, because some
+  // filesystems grant every lock.
   auto lock = fs.OpenRead(JoinPath(a, "f"));
   Status locks = lock.ok() ? lock.value()->TryLockShared() : lock.status();
   if (locks.ok()) {
     const auto other = fs.OpenShared(JoinPath(a, "f"));
     const Status alone = other.ok() ? other.value()->TryLockExclusive() : other.status();
     if (alone.ok()) {
-      locks = Status(Code::kUnsupported, "an exclusive lock was granted beside a shared one");
+      locks = Status(Code::kUnsupported,
+                     "an exclusive lock was granted while another process had a shared lock");
     } else if (alone.code() != Code::kBusy) {
       locks = alone;
     }
@@ -179,12 +182,12 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
       "reads work without locks, but gc cannot detect readers: it frees removed checkpoints only "
       "if you pass --grace, which must be longer than the longest read");
   lock = Status(Code::kCancelled, "closed");
-  // Closes the file before the removal, because NFS would keep an open file under another name. An
-  // error of the removal is ignored.
+  // The lock's file is closed before the removal, because NFS would keep an open file under another
+  // name. An error of the removal is ignored.
   (void)fs.RemoveTree(probe);
 }
 
-// Whether NCCL can be used to exchange data between devices of ranks; tried with the first device.
+// Whether NCCL can exchange data between the devices of ranks; tried with the first device.
 Diagnosis Nccl(const Result<int>& devices) {
   Result<std::unique_ptr<DeviceLink>> link = Status(Code::kUnavailable, "no CUDA device was found");
   if (devices.ok() && devices.value() > 0) link = OpenDeviceLink({DeviceKind::kCuda, 0});
@@ -200,9 +203,10 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
   findings.push_back(Fuse());
   findings.push_back(Fusermount());
   findings.push_back(AllowOther());
-  findings.push_back({"mmap of direct files", KernelAtLeast(6, 6),
-                      KernelAtLeast(6, 6) ? "supported by this kernel" : "needs Linux 6.6",
-                      KernelAtLeast(6, 6) ? "" : "files are then served through the page cache"});
+  findings.push_back(
+      {"mmap of direct files", KernelAtLeast(6, 6),
+       KernelAtLeast(6, 6) ? "supported by this kernel" : "this needs Linux 6.6 or later",
+       KernelAtLeast(6, 6) ? "" : "files are then served through the page cache"});
   findings.push_back(Passthrough());
   const auto mpi = FindMpi();
   findings.push_back({"mpi", mpi.ok(), mpi.ok() ? mpi.value() : mpi.status().message(), ""});

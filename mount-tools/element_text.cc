@@ -17,7 +17,8 @@ std::string NumberText(const std::byte* p) {
   return fmt::format("{}", LoadLittle<T>(p));
 }
 
-// A complex number as Python writes it: "1+2j". A sign is written even for zero and NaN.
+// A complex number as Python writes it: "1+2j". The imaginary part always has a sign, even if it is
+// zero or NaN.
 std::string Complex(double imaginary, const std::string& r, const std::string& i) {
   return r + (std::signbit(imaginary) ? "" : "+") + i + "j";
 }
@@ -28,7 +29,7 @@ std::string ElementText(DType dtype, const std::byte* p) {
   switch (dtype) {
     case DType::kBool:
       return LoadLittle<std::uint8_t>(p) != 0 ? "true" : "false";
-    // A u64 does not fit in std::int64_t.
+    // A u64 may exceed std::int64_t, to which other integers are decoded below.
     case DType::kU64:
       return NumberText<std::uint64_t>(p);
     case DType::kF32:
@@ -49,8 +50,8 @@ std::string ElementText(DType dtype, const std::byte* p) {
       return fmt::format("{}", value);
     }
     case NumberKind::kReal: {
-      // Every float of 16 bits or less is an f32, and is printed with as few digits as an f32
-      // needs.
+      // An f32 holds every float of 16 bits or less exactly, and is printed with fewer digits than
+      // a double.
       double value = 0;
       DecodeNumbers(dtype, p, 1, &value);
       return fmt::format("{}", static_cast<float>(value));

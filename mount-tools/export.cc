@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount export` (commands.h), with ranks as threads or under mpirun. Each process checks the
-// options and opens the source before its ranks start. An error of this is the argument `before` of
-// fs::Export, which makes all ranks fail. One collective call does the export (fs/export/export.h),
-// and rank 0 prints the report.
+// options and opens the source before its ranks start. An error of these steps is passed to
+// fs::Export as `before`, which makes all ranks fail. One collective call does the export
+// (fs/export/export.h), and rank 0 prints the report.
 #include "fs/export/export.h"
 
 #include <mutex>
@@ -36,8 +36,8 @@ Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
                   fmt::format("--if-exists {}: must be fail or replace", args.if_exists));
   }
   options.replace = args.if_exists == "replace";
-  // These options are refused, because a user would notice only after the export that they were
-  // ignored.
+  // Options for another format are refused, because a user would notice only after the export that
+  // they were ignored.
   if (*format != ExportFormat::kHf && (args.hf_part_size || args.hf_rules)) {
     return Status(Code::kInvalidArgument, "--hf-part-size and --hf-rules require --to hf");
   }
@@ -50,8 +50,8 @@ Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
   return {};
 }
 
-// The view of a mount with the same files, which the last line of the report names, because reading
-// a mount may make the export unnecessary. Empty if no view has these files.
+// The part of a mount that has the same files. The last line of the report names it, because
+// reading a mount may make the export unnecessary. Empty if a mount has no such files.
 std::string ViewOf(ExportFormat format) {
   switch (format) {
     case ExportFormat::kSafetensors:
@@ -80,7 +80,7 @@ void PrintExport(const fs::ExportReport& report, const ExportArgs& args, ExportF
                             Counted(report.files, "file"),
                             Counted(static_cast<std::uint64_t>(ranks), "rank"),
                             HumanSeconds(seconds), HumanBytes(report.bytes_written)));
-  // With these options a mount would show other names or files.
+  // With these options the export has other names or files than a mount without options.
   const std::string view = args.map.empty() && !args.hf_part_size && !args.hf_rules && !args.partial
                                ? ViewOf(format)
                                : "";
@@ -98,7 +98,8 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
   if (!ranks.ok()) return terminal.Fail(ranks.status());
   Ranks group = std::move(ranks).value();
 
-  // An error before the collective call is passed to it, so that the other ranks do not wait.
+  // An error before the collective call is passed to fs::Export, so that the other ranks do not
+  // wait.
   fs::ExportOptions options;
   options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
   Status before = MakeExportOptions(args, options);
@@ -108,7 +109,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
     before = opened.status();
     if (opened.ok()) source = opened.value();
   }
-  // Without MPI no other process waits.
+  // Without MPI no other process waits in the collective call, so the error ends the command here.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
 
   const Interrupt interrupt;
@@ -116,7 +117,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
   Progress progress(terminal, "export");
   if (source) progress.SetTotal(source->index().tensor_bytes());
   options.progress = &progress.done();
-  // Without MPI ranks are threads of this process; rank 0 sets the report.
+  // Without MPI the ranks are threads of this process, and the thread of rank 0 sets the report.
   std::mutex mutex;
   fs::ExportReport report;
   const Status status = group.Run([&](Communicator& comm) -> Status {

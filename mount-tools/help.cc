@@ -9,7 +9,8 @@
 namespace tensormount::tools {
 namespace {
 
-// The column at which descriptions begin. A name that reaches it gets a line of its own.
+// The column at which descriptions begin. A name that ends less than two columns before it is on a
+// line of its own.
 constexpr std::size_t kDescriptions = 26;
 
 class HelpFormatter : public CLI::Formatter {
@@ -38,7 +39,8 @@ class HelpFormatter : public CLI::Formatter {
       const std::size_t check = type.find(':');
       const std::size_t range = type.find('[');
       if (check != std::string::npos && range != std::string::npos) {
-        // The range is written without spaces, so that it is not broken: "[1..4096]".
+        // The range is written without spaces, as in "[1..4096]", so that no line break falls
+        // inside it.
         std::string limits = type.substr(range);
         const std::size_t dash = limits.find(" - ");
         if (dash != std::string::npos) limits.replace(dash, 3, "..");
@@ -46,7 +48,8 @@ class HelpFormatter : public CLI::Formatter {
       }
       type = type.substr(0, check);
       if (!option->get_default_str().empty()) type += "=" + option->get_default_str();
-      // The usage shows whether a positional argument is required.
+      // A positional argument gets no "(required)", because the usage line shows whether it is
+      // required.
       if (option->get_required() && !is_positional) what += " (required)";
       if (is_positional && type == "TEXT") type.clear();
     }
@@ -97,7 +100,7 @@ std::vector<std::string_view> ShellWords(std::string_view text) {
 
 std::string Wrapped(std::string_view text, std::size_t at, std::size_t indent) {
   std::string out;
-  bool empty = true;  // The line has no word yet.
+  bool empty = true;  // Whether the current line has no word yet.
   std::size_t i = 0;
   while (i < text.size()) {
     if (text[i] == '\n') {
@@ -134,7 +137,7 @@ std::string WrappedCommand(std::string_view command, std::size_t indent) {
   std::size_t at = indent;
   bool empty = true;
   for (const std::string_view word : ShellWords(command)) {
-    // The line needs room for " \" at its end.
+    // Each line but the last needs room for a space and a backslash at its end.
     if (!empty && at + 1 + word.size() + 2 > kColumns) {
       out += " \\\n";
       out.append(indent + 4, ' ');

@@ -12,7 +12,7 @@ class FormatterBase;
 
 namespace tensormount::tools {
 
-// The width of help and tables.
+// The width of help and tables, in columns.
 inline constexpr std::size_t kColumns = 80;
 
 // Breaks `text` between words into lines of at most kColumns columns, each ended by '\n'. The first

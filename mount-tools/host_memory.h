@@ -15,11 +15,11 @@
 namespace tensormount::tools {
 
 // Memory for the shards of one rank of `load`, which the destructor frees. Not thread-safe. Large
-// buffers are mapped with their pages (MAP_POPULATE). Small buffers come from malloc, because a
-// mapping would take a page and a system call for every bias of a model.
+// buffers are mappings with all pages present (MAP_POPULATE). Small buffers come from malloc,
+// because a mapping would take a page and a system call for every bias of a model.
 class HostMemory {
  public:
-  // It can be neither copied nor moved, because views of its buffers exist.
+  // Neither copyable nor movable, because callers hold views of the buffers.
   HostMemory() = default;
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
@@ -33,7 +33,8 @@ class HostMemory {
   std::uint64_t bytes() const { return bytes_; }
 
  private:
-  // All buffers. The size of a buffer tells whether it was mapped or comes from malloc.
+  // All buffers. A buffer of at least kMapFrom bytes (host_memory.cc) was mapped, others are from
+  // malloc.
   std::vector<std::span<std::byte>> blocks_;
   std::uint64_t bytes_ = 0;
 };

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount import` (commands.h): ranks save a source that a rule shards. Each rank saves its
-// regions with tensormount::Save, as a job does. Bytes are read from the source when the save needs
-// them, so a rank needs memory only for a few blocks. Objects are distributed over the ranks and
-// kept in memory; all ranks set the common values, as a save requires.
+// `tensormount import` (commands.h): saves a source as a checkpoint of a store. A rule (--shard)
+// distributes the tensors over ranks. Each rank saves its regions with tensormount::Save, as a job
+// does. Bytes are read from the source when the save needs them, so a rank needs memory only for a
+// few blocks. Objects are distributed over the ranks and kept in memory; all ranks set the common
+// values, as a save requires.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -48,19 +49,19 @@ Status NameLayers(const CheckpointIndex& index, const KeyRenames* renames, State
   return {};
 }
 
-// Reads a rank's data for the save in windows. The save requests small blocks, and a verified read
-// of each block would read all leaves around it. Each rank has its own reader, which is not
-// thread-safe.
+// Reads a rank's data for the save, in windows of kWindow bytes. The save requests small blocks,
+// and a verified read of each block would read all leaves around it. Not thread-safe, so each rank
+// has its own reader.
 class SourceReader {
  public:
   explicit SourceReader(const OpenedCheckpoint& source) : source_(source) {}
 
-  // Adds the next item of the state dict.
+  // Adds an item. Must be called in the order of the state dict's tensors.
   void Add(TensorEntry tensor, const Region& region) {
     items_.emplace_back(std::move(tensor), region);
   }
 
-  // Reads bytes of an item, as a ShardReader.
+  // Reads bytes of an item (its position in the order of Add), as a ShardReader does.
   Status Read(std::uint32_t item, std::uint64_t offset, std::span<std::byte> out) {
     while (!out.empty()) {
       if (item != item_ || offset < begin_ || offset >= begin_ + window_.size()) {
@@ -85,7 +86,8 @@ class SourceReader {
                                  ByteRegion(tensor.meta.dtype(), tensor.meta.shape(), region));
     const auto size = static_cast<std::uint64_t>(bytes.volume());
     if (offset >= size) {
-      return Status(Code::kInternal, "tensor " + tensor.meta.key() + ": read past its shard");
+      return Status(Code::kInternal,
+                    "tensor " + tensor.meta.key() + ": a read begins past the end of the shard");
     }
     const std::uint64_t n = std::min(kWindow, size - offset);
     TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -104,7 +106,7 @@ class SourceReader {
 
   const OpenedCheckpoint& source_;
   std::vector<std::pair<TensorEntry, Region>> items_;
-  // Bytes [begin_, begin_ + window_.size()) of the packed order of item_.
+  // Bytes [begin_, begin_ + window_.size()) of the region of item_ in packed order.
   std::vector<std::byte> window_;
   std::uint32_t item_ = 0;
   std::uint64_t begin_ = 0;
@@ -137,13 +139,14 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
   for (std::size_t i = 0; i < objects.size(); ++i) {
     const std::string& key = renames != nullptr ? renames->Object(objects[i].key) : objects[i].key;
     if (key.empty()) continue;
-    // One rank saves each object.
+    // Each object part is saved by one rank.
     if (static_cast<int>(i % static_cast<std::size_t>(comm.size())) != comm.rank()) continue;
     // The length is checked before memory is allocated: in a damaged index it may be any number.
     if (objects[i].file >= source.index().files().size() ||
         objects[i].length > source.index().files()[objects[i].file].length) {
-      return Status(Code::kDataLoss,
-                    fmt::format("object {}: larger than the file that holds it", objects[i].key));
+      return Status(
+          Code::kDataLoss,
+          fmt::format("object {}: the object is larger than its data file", objects[i].key));
     }
     std::string bytes(objects[i].length, '\0');
     TENSORMOUNT_RETURN_IF_ERROR(source.ReadObject(objects[i], 0, bytes.data(), bytes.size()));
@@ -163,14 +166,14 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
                     "to rank {}), which this import does not have",
                     comm.size(), common.ranks.rbegin()->first));
   }
-  // Rank n gets the values of rank n of the source, also if the source has another number of ranks.
+  // Rank n gets the values of rank n of the source, even if the source has another number of ranks.
   for (const auto& [name, value] : common.ranks[comm.rank()]) {
     TENSORMOUNT_RETURN_IF_ERROR(state.SetRankCommon(name, value));
   }
   return {};
 }
 
-// Parses --placement; with auto the save chooses.
+// Parses --placement. With "auto" the save chooses the placement of each tensor.
 Result<PlacementRule> ParsePlacement(const std::string& text) {
   static const std::map<std::string, PlacementRule> kRules = {
       {"auto", PlacementRule::kAuto},
@@ -219,7 +222,7 @@ nlohmann::ordered_json ReusedJson(const ReuseReport& reused) {
           {"bytes_copied", reused.bytes_copied}};
 }
 
-// The files in rank 0's report.
+// The data files in rank 0's report.
 nlohmann::ordered_json FilesJson(const SaveReport& report) {
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
   for (const SaveReport::File& file : report.files) {
@@ -228,8 +231,8 @@ nlohmann::ordered_json FilesJson(const SaveReport& report) {
   return files;
 }
 
-// Prints rank 0's report. `beside`: names of other files in the source's directory
-// (OpenedCheckpoint::beside).
+// Prints rank 0's report. `beside`: names of other files in the source's directory, which are not
+// part of the checkpoint (OpenedCheckpoint::beside).
 void PrintImport(const SaveReport& report, const std::vector<std::string>& beside, int ranks,
                  Terminal& terminal) {
   // The time of the save, without the time to open the source.
@@ -279,8 +282,8 @@ void PrintImport(const SaveReport& report, const std::vector<std::string>& besid
                               HumanBytes(reused.bytes_copied)));
   }
   if (!reused.note.empty()) {
-    terminal.Line(
-        fmt::format("data of earlier checkpoints not reused, or only in part: {}", reused.note));
+    terminal.Line(fmt::format("data of earlier checkpoints was not reused, or only in part: {}",
+                              reused.note));
   }
 }
 
@@ -291,7 +294,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   if (!ranks.ok()) return terminal.Fail(ranks.status());
   Ranks group = std::move(ranks).value();
 
-  // An error before the collective call is passed to it, so that the other ranks do not wait.
+  // An error before the collective call is passed to Save, so that the other ranks do not wait.
   Status before = SplitCheckpointPath(args.destination).status();
   SaveOptions options;
   options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
@@ -338,7 +341,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     };
     before = rename();
   }
-  // Without MPI no other process waits.
+  // Without MPI no other process waits in the collective call, so the error ends the command here.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
 
   const Interrupt interrupt;

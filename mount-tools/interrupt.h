@@ -26,7 +26,7 @@ class Interrupt {
 
   // The flag, for the option `cancel` of long operations. Valid as long as the program runs.
   const std::atomic<bool>* flag() const;
-  // kCancelled if the flag is set. A Watch returns this.
+  // kCancelled if the flag is set. Progress callbacks (`watch`) return it to end an operation.
   Status Check() const;
   // The exit status of a command that ended with `failure`: 128 + the signal if a signal caused the
   // failure (kCancelled), else `status`.

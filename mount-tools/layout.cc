@@ -53,7 +53,7 @@ int RunLayout(const LayoutArgs& args, Terminal& terminal) {
                                               ? KeyHint(*opened.value(), args.source, args.key)
                                               : std::string());
   }
-  // If a path is "-", the file goes to standard output, and nothing else is printed there.
+  // The path "-" means standard output; no line about such a file is printed.
   const bool to_files = !args.svg.empty() || !args.html.empty();
   for (const bool svg : {true, false}) {
     const std::string& path = svg ? args.svg : args.html;

@@ -17,7 +17,8 @@
 namespace tensormount::tools {
 
 int RunRm(const RmArgs& args, Terminal& terminal) {
-  // All names are checked before the first is removed. They may be in several stores.
+  // All names are checked before the first checkpoint is removed. The checkpoints may be in several
+  // stores.
   std::vector<std::pair<Store, std::string>> targets;
   for (const std::string& path : args.checkpoints) {
     auto parts = SplitCheckpointPath(path);
@@ -77,8 +78,8 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   Store::GcOptions options;
   options.dry_run = args.dry_run;
   options.grace = std::chrono::seconds(args.grace_seconds.value_or(kDefaultGraceSeconds));
-  // Without locks only the grace period protects readers, so it is trusted only if the user chose
-  // it.
+  // Without locks only the grace period protects readers. So the grace period is trusted there only
+  // if the user chose it.
   options.trust_grace = args.grace_seconds.has_value();
   options.staging_age = std::chrono::seconds(args.staging_age_seconds);
   auto report = store.value().Gc(options);
@@ -90,8 +91,8 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   }
   if (!terminal.quiet) {
     const char* const verb = args.dry_run ? "would remove" : "removed";
-    // Each save leaves a claim of its generation number, an empty directory; only the number of
-    // claims is reported.
+    // Each save leaves an empty directory that claims its generation number. For these only their
+    // number is printed.
     std::uint64_t claims = 0;
     const std::string generations = std::string(store_paths::kGenerationsFolder) + "/";
     for (const std::string& path : report.value().removed) {
@@ -111,7 +112,7 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
     terminal.Line(fmt::format("{} {}", HumanBytes(report.value().bytes_freed),
                               args.dry_run ? "would be freed" : "freed"));
   }
-  // With --json these errors are also in the document.
+  // With --json the document above has these errors too.
   for (const std::string& path : report.value().failed) {
     terminal.Fail(Status(Code::kUnavailable, "not removed: " + path));
   }
@@ -119,7 +120,7 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   return flushed == kDone && !report.value().failed.empty() ? kFailed : flushed;
 }
 
-// Does not open the store, because its superblock may be damaged.
+// Checks a store that is not opened, because a damaged superblock would prevent opening it.
 int RunFsck(const FsckArgs& args, Terminal& terminal) {
   const auto fs = FileSystemFor(args.store);
   if (!fs.ok()) return terminal.Fail(fs.status());
@@ -152,9 +153,10 @@ int RunFsck(const FsckArgs& args, Terminal& terminal) {
                                          {"unread", unread}});
   } else if (!terminal.quiet) {
     terminal.Line(fmt::format("{}: {}", args.store,
-                              !sound        ? "damaged; see the lines above"
-                              : unread != 0 ? "not all of it could be checked; see the lines above"
-                                            : "sound"));
+                              !sound ? "the store is damaged; see the lines above"
+                              : unread != 0
+                                  ? "not all of the store could be checked; see the lines above"
+                                  : "sound"));
   }
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;

@@ -57,7 +57,7 @@ std::string DateText(std::int64_t seconds) {
   return text;
 }
 
-// A line of ls -l for a checkpoint: 51 columns, then the name.
+// A line of ls -l for a checkpoint: 55 columns, then the name.
 std::string DetailsLine(const Terminal& terminal, std::uint64_t generation, const std::string& date,
                         const std::string& size, const std::string& own, bool latest,
                         const char* pinned, const std::string& name) {
@@ -144,8 +144,8 @@ int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecor
   return terminal.Flush();
 }
 
-// Adds the size of the foreign files of an adopted checkpoint to `bytes`. The checkpoint must be
-// opened for this.
+// Adds the size of the foreign files of an adopted checkpoint to `bytes`. The checkpoint is opened,
+// because only its index has these sizes.
 Status ReadForeignBytes(FileSystem& fs, const std::string& folder, const Terminal& terminal,
                         std::uint64_t* bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
@@ -156,9 +156,9 @@ Status ReadForeignBytes(FileSystem& fs, const std::string& folder, const Termina
   return {};
 }
 
-// The checkpoints of a store; with `details` also the bytes that each takes. For a self-contained
-// checkpoint only COMMIT and the begin of a manifest are read, so a store with thousands is listed
-// in a second.
+// The checkpoints of a store; with `details` also the bytes that each takes. Only COMMIT and the
+// begin of a manifest of each checkpoint are read, so that a store with thousands is listed
+// quickly.
 Result<std::vector<CheckpointCost>> ReadListings(const Store& store, bool details) {
   std::vector<CheckpointCost> all;
   if (details) {
@@ -198,8 +198,7 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
   if (!store.ok()) return terminal.Fail(store.status());
   const auto list = ReadListings(store.value(), args.details);
   if (!list.ok()) return terminal.Fail(list.status());
-  // If the latest checkpoint cannot be determined, none is marked as latest; a damaged checkpoint
-  // is listed with its problem.
+  // If the latest checkpoint cannot be determined, no line is marked as latest.
   std::vector<CheckpointListing> listings;
   for (const CheckpointCost& cost : list.value()) listings.push_back(cost.listing);
   const auto latest = store.value().LatestOf(listings);
@@ -218,7 +217,7 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     if (args.details && item.problem.ok() && !cost.self_contained) {
       item.problem =
           ReadForeignBytes(*source.fs, source.path + "/" + item.name, terminal, &foreign);
-      // The checkpoint was removed meanwhile.
+      // kNotFound means that the checkpoint was removed meanwhile.
       if (item.problem.code() == Code::kNotFound) continue;
       if (!item.problem.ok()) {
         item.state = item.problem.code() == Code::kDataLoss ? CheckpointListing::State::kDamaged
@@ -229,7 +228,7 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
         latest.ok() && latest.value().name == item.name && latest.value().uuid == item.uuid;
     const auto pin = pinned.find(item.uuid);
     const bool is_pinned = pin != pinned.end() && !pin->second.expired;
-    // A checkpoint with a problem is listed, and also changes the exit status.
+    // A damaged or unreadable checkpoint is listed, and also changes the exit status.
     if (item.state == CheckpointListing::State::kUnread) worst = kFailed;
     if (item.state == CheckpointListing::State::kDamaged) worst = std::max(worst, kCheckFailed);
     if (terminal.json) {
@@ -255,7 +254,7 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     } else {
       terminal.Line(fmt::format("{}\t{}", item.name,
                                 item.state == CheckpointListing::State::kNoCheckpoint
-                                    ? "not a checkpoint: a directory without COMMIT"
+                                    ? "the directory is not a checkpoint: it has no COMMIT"
                                     : item.problem.ToString()));
     }
   }
@@ -275,7 +274,7 @@ std::string TensorColumns(const TensorMeta& meta) {
                      HumanBytes(meta.bytes()));
 }
 
-// Lists the names of layers of stacked tensors, after the stored keys, pattern by pattern.
+// Lists the names of layers of stacked tensors, pattern by pattern, after the stored keys.
 Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal,
                   std::size_t& listed) {
   const CheckpointIndex& index = checkpoint.index();
@@ -289,7 +288,7 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
       const std::string name = LayerKey(pattern, n);
       if (!args.glob.empty() && !GlobMatches(args.glob, name)) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto layer, index.ResolveLayer(name));
-      // If a tensor has the same key as a layer, the layer cannot be named.
+      // A tensor with the same key hides the layer.
       if (!layer) continue;
       ++listed;
       const TensorMeta& meta = layer->meta;
@@ -340,8 +339,7 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
     const Status layers = ListLayers(checkpoint, args, terminal, listed);
     if (!layers.ok()) return terminal.Fail(layers);
   }
-  // If the glob matches no key, the command fails, so that the checkpoint does not seem to be
-  // empty.
+  // A glob that matches no key is an error, so that the checkpoint does not seem to be empty.
   if (listed == 0 && !args.glob.empty()) {
     const int flushed = terminal.Flush();
     if (flushed != kDone) return flushed;
@@ -446,7 +444,7 @@ int InfoCommonValue(const std::string& name, const CommonValue& value, Terminal&
   return terminal.Flush();
 }
 
-// Prints the tensor, layer, object or common value (the first that exists) with the key.
+// Prints the tensor with this key; if there is none, the layer, the object or the common value.
 int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Terminal& terminal) {
   const std::string& key = args.key;
   auto found = checkpoint.index().Find(key);
@@ -515,8 +513,8 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Termina
 constexpr std::size_t kShownSharers = 20;
 
 // Prints how many bytes the checkpoint takes in its store, and which checkpoints share them. Prints
-// nothing for a checkpoint outside of a store. `json`: if not null, the values are added there
-// instead.
+// nothing for a checkpoint outside of a store. If `json` is not null, the values are added to
+// `json`, and nothing is printed.
 Status InfoCost(const OpenedCheckpoint& checkpoint, nlohmann::ordered_json* json,
                 Terminal& terminal) {
   const auto parts = SplitCheckpointPath(checkpoint.directory());
@@ -529,13 +527,14 @@ Status InfoCost(const OpenedCheckpoint& checkpoint, nlohmann::ordered_json* json
   const CheckpointCost* const cost = costs.Find(parts.value().name);
   if (cost == nullptr) return {};  // The checkpoint was removed meanwhile.
   TENSORMOUNT_RETURN_IF_ERROR(cost->listing.problem);
-  // Another checkpoint has replaced this one meanwhile.
+  // Another checkpoint of the same name has replaced this one meanwhile.
   if (cost->listing.uuid != checkpoint.index().info().uuid) return {};
   // Files shared with a checkpoint that cannot be read are counted as not shared.
   for (const CheckpointCost& other : costs.checkpoints()) {
     if (other.listing.state != CheckpointListing::State::kUnread) continue;
-    terminal.Warn(fmt::format("own and shared bytes do not count {}, which cannot be read: {}",
-                              other.listing.name, other.listing.problem.message()));
+    terminal.Warn(
+        fmt::format("{} cannot be read, so its files are not counted in own and shared bytes: {}",
+                    other.listing.name, other.listing.problem.message()));
   }
   const std::vector<StoreCosts::Sharer> sharers = costs.SharersOf(parts.value().name);
   if (json != nullptr) {
@@ -567,7 +566,7 @@ std::string CommonKeyText(const CommonKey& key) {
   return text != nullptr ? *text : std::to_string(*std::get_if<std::int64_t>(&key));
 }
 
-// Prints everything about a checkpoint except its tensors and chunks. Reads only a few records.
+// Prints everything about a checkpoint except its tensors and chunks.
 int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source,
                    Terminal& terminal) {
   const CheckpointIndex& index = checkpoint.index();

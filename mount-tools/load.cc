@@ -32,7 +32,8 @@
 namespace tensormount::tools {
 namespace {
 
-// The figures of one rank. Ranks exchange them as raw memory, because all run the same program.
+// The figures of one rank. Ranks exchange them as raw memory, which is safe because all ranks run
+// the same program.
 struct RankFigures {
   std::uint64_t wanted = 0;
   std::uint64_t read = 0;
@@ -45,12 +46,12 @@ struct RankFigures {
   std::uint64_t tensors = 0;
   std::uint64_t compared_bytes = 0;
   std::uint64_t different_tensors = 0;
-  std::uint64_t peak_memory = 0;  // Peak memory of the process.
+  std::uint64_t peak_memory = 0;  // Peak memory of the process, in bytes.
   double seconds = 0;
 };
 
-// The peak memory of this process. ru_maxrss of getrusage is not used, because it includes memory
-// of the process that started this one.
+// The peak memory of this process, in bytes. ru_maxrss of getrusage is not used, because it
+// includes memory of the process that started this one.
 std::uint64_t PeakMemory() {
   std::ifstream status("/proc/self/status");
   std::string line;
@@ -60,8 +61,8 @@ std::uint64_t PeakMemory() {
   return 0;
 }
 
-// The tensor's key after the key map, with which keys are matched and compared; empty if the map
-// drops the tensor. Tensors are loaded by their stored keys.
+// The tensor's key after the key map; empty if the map drops the tensor. --keys, rules and
+// --compare use this key. The load itself uses the stored key.
 const std::string& NameOf(const TensorEntry& tensor, const KeyRenames* renames) {
   return renames != nullptr ? renames->tensors()[tensor.ordinal] : tensor.meta.key();
 }
@@ -89,7 +90,7 @@ Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const S
   return failure;
 }
 
-// Calls fn with the key (NameOf) of each tensor of the source, except tensors that the map drops.
+// Calls fn with the key (NameOf) of each tensor of the source that the map does not drop.
 Status ForEachName(const OpenedCheckpoint& source, const KeyRenames* renames,
                    const std::function<void(const std::string&)>& fn) {
   return source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
@@ -99,8 +100,8 @@ Status ForEachName(const OpenedCheckpoint& source, const KeyRenames* renames,
   });
 }
 
-// Fails if --keys matches no key, because nothing would be loaded, and the sources reported as
-// equal.
+// Fails if --keys matches no key of either source, because then nothing would be loaded, and the
+// sources would be reported as equal.
 Status CheckKeysMatch(const OpenedCheckpoint& source, const OpenedCheckpoint* other,
                       const LoadArgs& args, const KeyRenames* renames) {
   if (args.keys.empty()) return {};
@@ -112,7 +113,8 @@ Status CheckKeysMatch(const OpenedCheckpoint& source, const OpenedCheckpoint* ot
   return {Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)};
 }
 
-// Counts and reports keys that only the second source has, except keys that the map drops.
+// Warns of and counts the keys that only the second source has, except keys that the map drops from
+// the first.
 Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
                    const LoadArgs& args, const KeyRenames* renames, Terminal& terminal,
                    RankFigures& figures) {
@@ -247,7 +249,8 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   // Called once for all ranks of this process. Under mpirun an error is reported to the other ranks
   // by Agree below.
   const auto prepare = [&]() -> Status {
-    // Only missing data of requested keys are an error, in CheckSourceComplete below.
+    // OpenSource only warns of missing data. CheckSourceComplete below fails if data of requested
+    // keys are missing.
     const LossPolicy lost = args.partial ? LossPolicy::kLeaveOut : LossPolicy::kWarn;
     TENSORMOUNT_ASSIGN_OR_RETURN(source, OpenSource(args.source, terminal, lost));
     if (!args.compare.empty()) {
@@ -285,9 +288,9 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     options.progress = &progress.done();
     options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
     options.roots = terminal.roots;
-    // With --keys only some keys are requested.
+    // With --keys only some keys are requested, so keys that are not requested are no error.
     options.not_requested = Strict::kIgnore;
-    // All ranks have allocated their memory before the clock starts.
+    // Agree returns when all ranks have allocated their memory, so their clocks start together.
     Collective collective(comm, options.timeouts);
     TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(mine, "prepare"));
     const auto start = std::chrono::steady_clock::now();
@@ -304,7 +307,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     figures.messages = report.messages_sent;
     figures.peak_buffers = report.peak_buffer_bytes;
     figures.tensors = request.tensors().size();
-    // This is the value of the process, so ranks that are threads report the same.
+    // The value is that of the process, so ranks that are threads of one process report the same.
     figures.peak_memory = PeakMemory();
     Status compared =
         other ? Compare(*source, *other, request, renamed, terminal, figures) : Status();

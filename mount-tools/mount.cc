@@ -35,7 +35,7 @@
 namespace tensormount::tools {
 namespace {
 
-// How long the parent waits until the daemon reports that the mount answers.
+// How many seconds the parent waits for the daemon's report that the mount answers.
 constexpr int kStartSeconds = 60;
 
 template <typename T>
@@ -65,7 +65,7 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args, const Terminal&
     if (!resolved.ok()) return resolved.status().WithContext("--root");
     options.roots.push_back(std::move(resolved).value());
   }
-  Terminal quiet;  // A daemon has no terminal, so notes are not printed.
+  Terminal quiet;  // Has no --verbose, so that FindSourceArgument prints no notes.
   quiet.roots = options.roots;
   quiet.file = terminal.file;
   const Result<FoundSource> found = FindSourceArgument(args.source, quiet);
@@ -86,7 +86,7 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args, const Terminal&
   // removed, so that the user need not unmount it.
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool dead, fs::ClearDeadMount(args.mount_point));
   if (dead)
-    Log(LogLevel::kWarning, args.mount_point + ": removed a dead mount whose daemon is gone");
+    Log(LogLevel::kWarning, args.mount_point + ": unmounted a dead mount, whose daemon has exited");
   TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const host, FileSystemFor(args.mount_point));
   auto mount_point = host->Resolve(args.mount_point);
   if (!mount_point.ok()) {
@@ -114,8 +114,8 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args, const Terminal&
 // Mounts and serves until unmounted. `started` is called once, with the result of the start.
 Status Serve(const fs::MountOptions& options, const std::function<void(const Status&)>& started) {
   // A thread waits for signals, because a signal handler could not end the session. The signals are
-  // blocked before the session's threads start, so that these inherit the mask. SIGHUP is one of
-  // them, because closing the terminal should end a foreground mount.
+  // blocked before the session's threads start, so that those threads inherit the mask. SIGHUP is
+  // included, because closing the terminal should end a foreground mount.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
@@ -128,10 +128,10 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
   started(session.status());
   if (!session.ok()) return session.status();
   std::atomic<bool> done{false};
-  // After a signal this thread calls Stop(), which ends the session, so that Wait() below returns.
+  // After a signal the watcher calls Stop(), which ends the session, so that Wait() below returns.
   std::thread watcher([&] {
-    // Shortly after the start, memory that was used for opening is returned to the kernel. From
-    // then on, freed memory is returned sooner than tm_main.cc has set.
+    // 0.3 s after the start, memory that was used for opening is returned to the kernel. From then
+    // on, freed memory is returned sooner than with the settings of tm_main.cc.
     const timespec soon{.tv_sec = 0, .tv_nsec = 300'000'000};
     int signal = sigtimedwait(&signals, nullptr, &soon);
     mallopt(M_MMAP_THRESHOLD, 1 << 20);
@@ -139,7 +139,8 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
     malloc_trim(0);
     while (signal < 0) {
       signal = sigwaitinfo(&signals, nullptr);
-      // A process that is stopped and continued (a debugger, a frozen container) gets EINTR.
+      // sigwaitinfo returns EINTR if the process was stopped and continued (debugger, frozen
+      // container).
       if (signal < 0 && errno != EINTR) break;
     }
     if (done || signal < 0) return;
@@ -147,9 +148,9 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
     session.value()->Stop();
   });
   const Status status = session.value()->Wait();
-  // `done` tells the watcher that the next signal is only to wake it.
+  // `done` tells the watcher that the SIGTERM below only wakes it.
   done = true;
-  pthread_kill(watcher.native_handle(), SIGTERM);  // Wakes the watcher.
+  pthread_kill(watcher.native_handle(), SIGTERM);
   watcher.join();
   return status;
 }
@@ -200,7 +201,7 @@ Status DecodeOutcome(const std::string& text) {
     dup2(null_fd, STDOUT_FILENO);
     dup2(null_fd, STDERR_FILENO);
   }
-  // With --log the parent has opened the file, which the daemon inherits.
+  // With --log the parent has opened the log file, and the daemon inherits it.
   if (args.log_file.empty()) LogToSyslog();
   if (!log_level_given) SetLogLevel(LogLevel::kInfo);
   const Status status = Serve(options, [&](const Status& started) {
@@ -228,8 +229,8 @@ void PrintMounted(const fs::MountOptions& options, pid_t pid, Terminal& terminal
 int RunMount(const MountArgs& given, Terminal& terminal) {
   MountArgs args = given;
   if (!args.log_file.empty()) {
-    // The log file is opened here, so that an error is reported, and before the daemon changes its
-    // working directory.
+    // The log file is opened before the fork, so that an error is reported here. The path is made
+    // absolute, because the daemon changes its working directory.
     std::error_code failed;
     args.log_file = std::filesystem::absolute(args.log_file, failed).string();
     const Status opened = LogToFile(args.log_file);
@@ -250,7 +251,7 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
 
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) return terminal.Fail(Status::FromErrno(errno, "make", "a pipe"));
-  // The fork is before the first thread starts, because a child has no other threads.
+  // The fork comes before any thread starts, because a child has only the thread that called fork.
   const pid_t pid = fork();
   if (pid < 0) return terminal.Fail(Status::FromErrno(errno, "start", "the mount daemon"));
   if (pid == 0) {
@@ -265,8 +266,8 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
     const int ready = poll(&wait, 1, kStartSeconds * 1000);
     if (ready < 0 && errno == EINTR) continue;
     if (ready == 0) {
-      // The daemon hangs in a call of storage or of the kernel. If it has already mounted, a dead
-      // mount remains, which the next `mount` removes.
+      // The daemon hangs in a call of storage or of the kernel and is killed. If it has already
+      // mounted, a dead mount remains, which the next `mount` removes.
       kill(pid, SIGKILL);
       return terminal.Fail(
           Status(Code::kDeadlineExceeded, fmt::format("the mount at {} did not answer within {} s",
@@ -280,7 +281,7 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
   close(ends[0]);
   const Status status = DecodeOutcome(text);
   if (!status.ok()) {
-    // The daemon has sent its error, so its exit status is not needed.
+    // The daemon's error came through the pipe, so its exit status is not needed.
     (void)waitpid(pid, nullptr, 0);
     return terminal.Fail(status);
   }

@@ -11,8 +11,8 @@
 namespace tensormount::tools {
 namespace {
 
-// The distance, or `limit` if the distance is at least `limit`. O(limit * length), because only
-// cells near the diagonal of the table are computed.
+// The number of edits between `a` and `b`, or `limit` if there are at least `limit`. O(limit *
+// length), because only cells near the diagonal of the table are computed.
 std::size_t Distance(std::string_view a, std::string_view b, std::size_t limit) {
   const std::size_t longer = std::max(a.size(), b.size());
   const std::size_t shorter = std::min(a.size(), b.size());
@@ -65,7 +65,7 @@ std::string KeyHint(const OpenedCheckpoint& checkpoint, std::string_view source,
     nearest.Consider(tensor.meta.key());
     return true;
   };
-  // If the keys cannot be read, there is no suggestion.
+  // If the keys cannot be read, nothing is suggested.
   if (!checkpoint.index().ForEachTensor(0, look).ok()) return lists;
   if (has_name && slice != std::string_view::npos && key[slice] == '[' && key.back() != ']') {
     return fmt::format("a slice ends with a bracket, for example {}[0:2, :]", name);
@@ -73,8 +73,8 @@ std::string KeyHint(const OpenedCheckpoint& checkpoint, std::string_view source,
   const Result<CommonValues> common = checkpoint.index().CommonRecords();
   for (const auto& [name_of, value] : common.ok() ? common.value() : CommonValues()) {
     if (name_of == name) {
-      return fmt::format("it is a common value; `tensormount info {} {}` prints it", source,
-                         name_of);
+      return fmt::format("the key is that of a common value; `tensormount info {} {}` prints it",
+                         source, name_of);
     }
     if (!IsReservedCommonName(name_of)) nearest.Consider(name_of);
   }

@@ -75,7 +75,7 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
     const bool whole = end.ec == std::errc() && end.ptr == digits.data() + digits.size();
     return whole && !digits.empty() && n >= 0 ? std::optional(n) : std::nullopt;
   };
-  constexpr std::int64_t kMost = 100'000'000'000;  // The year 5138.
+  constexpr std::int64_t kMost = 100'000'000'000;  // In seconds: the year 5138.
   if (text.starts_with('@')) {
     const auto seconds = number(std::string_view(text).substr(1));
     // 0 is an error, because it is probably an unset variable, as in @$((N)).
@@ -90,7 +90,7 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
     if (!text.ends_with(letter)) continue;
     const auto count = number(std::string_view(text).substr(0, text.size() - 1));
     if (!count) break;
-    if (*count > kMost / seconds) return bad("too far in the future");
+    if (*count > kMost / seconds) return bad("the time is too far in the future");
     return std::time(nullptr) + *count * seconds;
   }
   std::string wall = text;
@@ -103,7 +103,7 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
     parts.tm_isdst = -1;
     const int day = parts.tm_mday;
     const std::time_t seconds = utc ? timegm(&parts) : mktime(&parts);
-    if (parts.tm_mday != day) return bad("the month has fewer days");
+    if (parts.tm_mday != day) return bad("this month does not have so many days");
     if (seconds > 0) return static_cast<std::int64_t>(seconds);
   }
   return bad(
@@ -191,7 +191,7 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
   for (const std::string& note : report.notes) terminal.Warn(note);
   for (const PruneReport::Decision& d : report.decisions) {
     if (!d.failed.ok()) terminal.Fail(d.failed.WithContext(d.checkpoint));
-    // A checkpoint that could not be read may be the newest, so the user is warned.
+    // An unreadable checkpoint may be the newest one, so the user is warned.
     if (d.unread) terminal.Warn(d.checkpoint + ": " + d.reason);
   }
   const int flushed = terminal.Flush();

@@ -20,15 +20,14 @@ namespace {
 // more.
 constexpr std::size_t kProblemsShown = 20;
 
-// The hint for a failed publish.
 std::string_view HintFor(Code code) {
   switch (code) {
     case Code::kUnavailable:
-      return "--wait SECONDS waits for done marks";
+      return "pass --wait SECONDS to wait for done marks";
     case Code::kBusy:
-      return "--wait SECONDS waits until files are closed";
+      return "pass --wait SECONDS to wait until the files are closed";
     case Code::kAlreadyExists:
-      return "--as NAME publishes it under another name";
+      return "pass --as NAME to publish under another name";
     default:
       return "";
   }
@@ -37,13 +36,14 @@ std::string_view HintFor(Code code) {
 int PrintFailure(const Status& status, const fs::StagingReport& report, const std::string& staging,
                  Terminal& terminal) {
   if (terminal.json) {
-    // The report's own JSON is used, because texts in the report need not be UTF-8.
+    // StagingReport::ToJson is used, because texts in the report may be invalid UTF-8, which
+    // nlohmann::json refuses to print.
     auto document = nlohmann::ordered_json::parse(report.ToJson(), nullptr, false);
     document["event"] = "failed";
     document["staging"] = staging;
     document["code"] = std::string(CodeName(status.code()));
     terminal.Json(document);
-    (void)terminal.Flush();  // The command fails anyway.
+    (void)terminal.Flush();  // An error of the flush is ignored, because the command fails anyway.
   } else if (!terminal.quiet) {
     for (std::size_t i = 0; i < report.problems.size() && i < kProblemsShown; ++i) {
       terminal.Line(fmt::format("{}: {}", report.problems[i].object, report.problems[i].detail));
@@ -52,7 +52,7 @@ int PrintFailure(const Status& status, const fs::StagingReport& report, const st
       terminal.Line(fmt::format("and {} more, in {}/report.txt",
                                 report.problems.size() + report.more - kProblemsShown, staging));
     }
-    (void)terminal.Flush();  // The command fails anyway.
+    (void)terminal.Flush();  // An error of the flush is ignored, because the command fails anyway.
   }
   return terminal.Fail(status, HintFor(status.code()));
 }
@@ -65,7 +65,7 @@ int RunPublish(const PublishArgs& args, Terminal& terminal) {
   const auto store = Store::Open(path.value().store);
   if (!store.ok()) return terminal.Fail(store.status());
   const std::string as = args.as.empty() ? path.value().name : args.as;
-  // 0 means one attempt.
+  // With 0 there is one attempt, without waiting.
   const std::chrono::milliseconds wait(static_cast<std::int64_t>(args.wait_seconds * 1000));
   fs::StagingReport report;
   const auto published = fs::PublishStagingWhenDone(store.value(), store.value().fs(),

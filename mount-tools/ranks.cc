@@ -15,7 +15,8 @@ Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds) {
 
 Result<Ranks> Ranks::Make(int wanted) {
   Ranks out;
-  // mpirun is recognised by its environment variables, so that MPI is not initialised without it.
+  // mpirun is recognised by its environment variables, so that MPI is not initialised outside of
+  // it.
   if (UnderMpiLauncher()) {
     if (wanted != 0) {
       return Status(Code::kInvalidArgument,
@@ -34,11 +35,11 @@ Result<Ranks> Ranks::Make(int wanted) {
 }
 
 int Ranks::Fail(Terminal& terminal, const Status& failure) const {
-  // With these errors the ranks may not reach each other.
+  // With these errors the ranks may not reach each other, so each process prints its own error.
   const bool alone =
       failure.code() == Code::kDeadlineExceeded || failure.code() == Code::kUnavailable;
   if (!prints_results() && !alone) return kFailed;
-  // For a full disk, the error has a cause that tells how to free space.
+  // The error for a full disk has a cause that tells how to free space.
   const std::string_view hint =
       failure.code() == Code::kAlreadyExists ? "choose another name, or pass --if-exists replace"
       : failure.code() == Code::kResourceExhausted ? std::string_view(failure.fields().cause)
@@ -49,7 +50,7 @@ int Ranks::Fail(Terminal& terminal, const Status& failure) const {
 Status Ranks::Run(const std::function<Status(Communicator&)>& body) {
   if (!mpi_) return RunOnThreads(size_, body);
   Status status = body(*world_);
-  // MPI_Finalize would wait for ranks that may be dead.
+  // Abandon() skips MPI_Finalize, which would wait for ranks that may be dead.
   if (!status.ok()) mpi_->Abandon();
   return status;
 }

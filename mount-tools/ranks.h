@@ -20,8 +20,9 @@ Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds);
 // thread of this process. The destructor ends MPI.
 class Ranks {
  public:
-  // `wanted`: --ranks, or 0 if the option was not given; under mpirun another value is an error.
-  // Fails under mpirun if MPI is not available, because each process would run as a job of its own.
+  // `wanted`: --ranks, or 0 if the option was not given. Under mpirun any other value is an error,
+  // because mpirun sets the number. Fails under mpirun if MPI is not available, because each
+  // process would run as a job of its own.
   static Result<Ranks> Make(int wanted);
 
   int size() const { return size_; }
@@ -38,7 +39,8 @@ class Ranks {
 
  private:
   int size_ = 1;
-  // Null without mpirun. Declared before world_, because world_ must be destroyed first.
+  // Null without mpirun. Declared before world_, because members are destroyed in reverse order,
+  // and world_ must be destroyed first.
   std::unique_ptr<MpiSession> mpi_;
   // Null without mpirun; threads get their communicators from RunOnThreads.
   std::unique_ptr<Communicator> world_;

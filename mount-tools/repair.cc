@@ -54,7 +54,7 @@ int RunRepair(const RepairArgs& args, Terminal& terminal) {
   options.roots = terminal.roots;
   Result<RepairReport> repaired = RepairReport();
   {
-    // The end of this block ends the progress line, before the report.
+    // The destructor of `progress` erases the progress line before the report is printed.
     Progress progress(terminal, "repair");
     options.watch = [&](std::uint64_t done, std::uint64_t total) {
       progress.Set(done, total);

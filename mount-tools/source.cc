@@ -19,8 +19,8 @@ namespace tensormount::tools {
 
 namespace {
 
-// The source that a mount at this path shows or, for a directory at the top of a mount, the
-// checkpoint that it shows; nullopt for other paths.
+// The source of the tensormount mount at this path. For a directory at the top of a mount, the
+// checkpoint that the directory shows. nullopt for other paths.
 std::optional<std::string> SourceOfMount(FileSystem& host, const std::string& text) {
   const Result<std::string> resolved = host.Resolve(text);
   if (!resolved.ok()) return std::nullopt;
@@ -89,7 +89,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(const std::string& text, Te
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSourceArgument(text, terminal));
   TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource one, LatestOf(found, terminal.roots));
   const bool latest = one.path != found.path;
-  // This is a note and not a warning, because a store as an argument means its latest checkpoint.
+  // This is a note and not a warning, because a store as an argument stands for its latest
+  // checkpoint.
   if (latest) {
     terminal.Note(fmt::format("{}: using its latest checkpoint, {}", text,
                               one.path.substr(one.path.rfind('/') + 1)));
@@ -130,7 +131,7 @@ Result<std::string> ReadNamedFile(const std::string& path, std::uint64_t max_byt
 
 Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path) {
   if (path.empty()) return std::shared_ptr<const KeyMap>();
-  // Largest file of rules.
+  // Largest size in bytes of a file of rules.
   constexpr std::uint64_t kMaxBytes = 64 << 20;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadNamedFile(path, kMaxBytes));
   Result<KeyMap> map = KeyMap::FromJson(text);
@@ -141,8 +142,8 @@ Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path) {
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part) {
   if (part.file >= checkpoint.index().files().size()) {
     return Status(Code::kDataLoss,
-                  fmt::format("stored in file number {}, but the index lists {} files", part.file,
-                              checkpoint.index().files().size()));
+                  fmt::format("the object is in file number {}, but the index lists only {} files",
+                              part.file, checkpoint.index().files().size()));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, checkpoint.OpenFile(part.file));
   return DescribeObject(*file, part.offset, part.length);

@@ -33,12 +33,13 @@ enum class LossPolicy {
   kRefuse,    // Fails with kDataLoss, because the output must be complete.
   kLeaveOut,  // Prints a warning and removes incomplete tensors (--partial).
 };
-// Opens one checkpoint; of a store or training directory the latest, with a note. Prints the
-// warnings of the opening (damaged copy, rebuilt index, data left out of a foreign checkpoint).
+// Opens one checkpoint. For a store or training directory, opens the latest and prints a note.
+// Prints the warnings of the opening (damaged copy, rebuilt index, data left out of a foreign
+// checkpoint).
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(const std::string& text, Terminal& terminal,
                                                      LossPolicy lost = LossPolicy::kWarn);
 
-// A list of names like "a, b, c and 5 more".
+// The names as "a, b, c and 5 more"; at most 8 are listed.
 std::string JoinFirstNames(const std::vector<std::string>& names);
 
 inline LossPolicy LossPolicyOf(bool partial) {
@@ -49,15 +50,15 @@ inline LossPolicy LossPolicyOf(bool partial) {
 // without keys (a file that cannot be read) always counts, because it may affect any key.
 Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys = {});
 
-// Reads a file that an option or argument names.
+// Reads a file that an option or argument names. Fails if it is larger than `max_bytes`.
 Result<std::string> ReadNamedFile(const std::string& path, std::uint64_t max_bytes);
 
 // Reads the rules of --map; null if `path` is empty. kInvalidArgument: the rules are invalid; the
 // message names the file and the rule.
 Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path);
 
-// kInvalidArgument if the rule (of --shard `text`) splits no tensor among several ranks, for
-// example because no tensor has the axis. Every rank would have all data, as with the rule
+// kInvalidArgument if the rule (parsed from `text`, the value of --shard) splits no tensor, for
+// example because no tensor has the axis. Then every rank would have all data, as with the rule
 // `replicate`.
 Status CheckShardRuleSplits(const OpenedCheckpoint& source, const std::string& text,
                             const ShardRule& rule, int ranks);
@@ -65,8 +66,9 @@ Status CheckShardRuleSplits(const OpenedCheckpoint& source, const std::string& t
 // A description of an object's bytes for people (DescribeObject of index/archives/torch_archive.h).
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part);
 
-// The placement of a tensor's chunks: "tensor-file", "rank-shard", "pack", or "mixed"; "damaged" if
-// its extents cannot be read, so that `ls -l` still lists it.
+// Where a tensor's chunks are stored: the name of their placement (PlacementName), "mixed" for
+// several, or "none" without chunks. "damaged" if the extents cannot be read, so that `ls` still
+// lists the tensor.
 std::string PlacementOf(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor);
 
 }  // namespace tensormount::tools

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount stats` (commands.h): the counters of a mount, from its file MNT/.tensormount/stats
-// in JSON. --json prints the file unchanged; text shows the most useful fields. Missing fields (of
-// another version) count as 0.
+// in JSON. --json prints all fields; text shows the most useful ones. Missing fields (of another
+// version) count as 0.
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -24,7 +24,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 using Clock = std::chrono::steady_clock;
 
-// How long to wait for an answer: the daemon may be stopped.
+// Milliseconds to wait for an answer of the mount, whose daemon may be stopped.
 constexpr int kPatienceMs = 5000;
 constexpr std::size_t kMaxBytes = 1u << 20;
 
@@ -91,7 +91,7 @@ Result<std::string> ReadControl(const std::string& path) {
 }
 
 Result<Json> ReadMountStats(const std::string& mount_point) {
-  // Without this check the error for a directory that is not a mount point would be "no such file".
+  // Without this check a directory that is not a mount point would give the error "no such file".
   if (!fs::IsMountPoint(mount_point)) {
     return Status(Code::kInvalidArgument, fmt::format("{}: nothing is mounted here", mount_point));
   }
@@ -109,7 +109,7 @@ std::uint64_t NumberIn(const Json& stats, std::string_view name) {
   return it != stats.end() && it->is_number() ? it->get<std::uint64_t>() : 0;
 }
 
-// A time in microseconds as text, with about three digits in a suitable unit.
+// The field `name` of `op`, a time in microseconds, as text in a suitable unit.
 std::string Micros(const Json& op, std::string_view name) {
   const auto it = op.find(name);
   const double us = it != op.end() && it->is_number() ? it->get<double>() : 0;
@@ -118,8 +118,8 @@ std::string Micros(const Json& op, std::string_view name) {
   return fmt::format("{:.1f} us", us);
 }
 
-// Prints the changes since `before` per second. If a counter has decreased, the mount was made
-// again, and the rate is shown as 0.
+// Prints bytes and requests per second since `before`, and the total number of errors. A counter
+// that has decreased means that the mount was made again; its rate is shown as 0.
 void PrintRates(const Json& stats, const Json& before, double seconds, Terminal& terminal) {
   std::string line;
   for (const auto& [name, value] : stats["bytes"].items()) {
@@ -199,7 +199,7 @@ int RunStats(const StatsArgs& args, Terminal& terminal) {
     if (args.rounds > 0 && round + 1 >= args.rounds) return kDone;
     before = std::move(now);
     last = at;
-    // nanosleep returns the remaining time if a signal interrupts it.
+    // If a signal interrupts nanosleep, the loop sleeps for the remaining time.
     const auto nap = static_cast<std::int64_t>(args.watch_seconds * 1e9);
     timespec left{.tv_sec = nap / 1'000'000'000, .tv_nsec = nap % 1'000'000'000};
     while (nanosleep(&left, &left) != 0 && errno == EINTR) {

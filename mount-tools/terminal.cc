@@ -25,14 +25,14 @@ bool Terminal::colours() const {
          (kind == nullptr || std::string_view(kind) != "dumb");
 }
 
-// The text is escaped first, so that it cannot end the colour.
+// The text is escaped first, so that control characters in it cannot end the colour.
 void Terminal::Line(std::string_view text, Colour colour) {
   if (!colours()) return Line(text);
   static constexpr const char* kCodes[] = {"\033[31m", "\033[32m", "\033[33m"};
   Text(kCodes[static_cast<std::size_t>(colour)] + ShownText(text, "\t") + "\033[0m");
 }
 
-// The width of standard output, where pictures are printed.
+// The width in columns of the terminal at standard output, where pictures are printed.
 int Terminal::Columns() {
   winsize size{};
   if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
@@ -42,7 +42,7 @@ int Terminal::Columns() {
 std::string Terminal::LastName(std::string_view name, std::size_t taken) const {
   if (json || verbose || isatty(STDOUT_FILENO) == 0) return std::string(name);
   const std::string shown = ShownText(name, {});
-  // Positions of characters in UTF-8. Each character counts as one column.
+  // Byte positions at which characters begin. Each character counts as one column.
   std::vector<std::size_t> starts;
   for (std::size_t i = 0; i < shown.size(); ++i) {
     if ((static_cast<unsigned char>(shown[i]) & 0xC0U) != 0x80U) starts.push_back(i);
@@ -52,8 +52,8 @@ std::string Terminal::LastName(std::string_view name, std::size_t taken) const {
   if (starts.size() <= room) return shown;
   constexpr std::string_view kCut = "...";
   const std::size_t kept = room - kCut.size();
-  // More of the end is kept, because the end of a key tells more than its start: weight or bias,
-  // and of which layer.
+  // Two thirds of the kept characters are from the end, because the end of a key tells more than
+  // its start: weight or bias, and of which layer.
   const std::size_t front = kept / 3;
   return shown.substr(0, starts[front]) + std::string(kCut) +
          shown.substr(starts[starts.size() - (kept - front)]);
@@ -62,7 +62,7 @@ std::string Terminal::LastName(std::string_view name, std::size_t taken) const {
 void Terminal::Line(std::string_view text) { Text(ShownText(text, "\t")); }
 
 void Terminal::Text(std::string_view text) {
-  // After an error nothing more is printed; Flush() reports the first error.
+  // After an error nothing more is printed; Flush() reports the error.
   if (output_failed_) return;
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() ||
       std::fputc('\n', stdout) == EOF) {
@@ -71,7 +71,7 @@ void Terminal::Text(std::string_view text) {
   }
 }
 
-// The error is also stored, so that Flush() reports it even if the caller ignores it.
+// The error is also stored, so that Flush() reports it even if the caller ignores the status.
 Status Terminal::Write(const void* data, std::size_t size) {
   if (std::fwrite(data, 1, size, stdout) != size) {
     output_failed_ = true;
@@ -82,7 +82,7 @@ Status Terminal::Write(const void* data, std::size_t size) {
 }
 
 int Terminal::Flush() {
-  // A full disk is often noticed only here.
+  // Standard output is buffered, so a full disk may be noticed only here.
   if (std::fflush(stdout) != 0 && !output_failed_) {
     output_failed_ = true;
     output_errno_ = errno;
@@ -136,7 +136,7 @@ std::string DigestHex(std::uint64_t digest) { return fmt::format("{:016x}", dige
 
 Progress::Progress(const Terminal& terminal, std::string label)
     : label_(ShownText(label)), start_(std::chrono::steady_clock::now()) {
-  // If the progress line cannot be seen, no thread is started.
+  // No thread is started if the progress line would not be visible.
   if (terminal.quiet || terminal.json || isatty(STDERR_FILENO) == 0) return;
   thread_ = std::thread([this] { Run(); });
 }

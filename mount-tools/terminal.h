@@ -24,9 +24,9 @@ inline constexpr int kDone = 0;
 inline constexpr int kCheckFailed = 1;
 inline constexpr int kFailed = 2;
 
-// The output of a command; main makes one for the process. Under mpirun only rank 0 prints results,
-// and every rank prints its own errors. Text from outside is escaped (ShownText), and the command
-// fails if its output cannot be written (a full disk, a closed pipe).
+// The output of a command. Under mpirun rank 0 prints the results and the errors that all ranks
+// share (Ranks::Fail). Text from outside is escaped (ShownText), and the command fails if its
+// output cannot be written (a full disk, a closed pipe).
 //
 // Warn and Note are thread-safe: each is one fwrite of a whole line. All other functions are for
 // the main thread.
@@ -36,23 +36,23 @@ class Terminal {
   bool json = false;
   bool quiet = false;
   bool verbose = false;
-  // --log-level, for the library's log (tensormount/log.h). Without it warnings are logged, and by
-  // a mount in the background also infos.
+  // --log-level, for the library's log (tensormount/log.h). Without the option warnings and errors
+  // are logged, and by a mount in the background also messages of level info.
   std::optional<LogLevel> log_level;
-  // --root. It is not in the argument structures, because OpenSource and FindSourceArgument take
-  // the roots from the terminal.
+  // --root. Not in the argument structures, because OpenSource and FindSourceArgument take the
+  // roots from the terminal.
   std::vector<std::string> roots;
   // --file: the file or index to read in a foreign directory; empty if the option was not given.
   std::string file;
 
-  // Whether to use colours: only on a terminal, and not with --json, NO_COLOR or TERM=dumb.
   enum class Colour { kRed, kGreen, kYellow };
+  // Whether to use colours: only on a terminal, and not with --json, NO_COLOR or TERM=dumb.
   bool colours() const;
   // Width of the terminal at standard output; 80 if it is not a terminal.
   static int Columns();
-  // A name for the end of a line, of which `taken` columns are used. On a terminal it is shortened
-  // in the middle ("encoder....weight") to fit the line, to 16 columns at least; in pipes, files
-  // and with -v it is unchanged.
+  // The name that ends a line, of which `taken` columns are used already. On a terminal a long name
+  // is shortened in the middle ("encoder....weight") to fit the line, but not below 16 columns. In
+  // pipes and files, and with -v, it is unchanged.
   std::string LastName(std::string_view name, std::size_t taken) const;
 
   // Prints one line to standard output. `text` may come from outside, because it is escaped
@@ -78,8 +78,8 @@ class Terminal {
   // of a message are indented. With --json it prints an object on one line instead: {"error":
   // {"code", "message"}}, and "hint". Returns kFailed.
   int Fail(const Status& status, std::string_view hint = {});
-  void Warn(std::string_view text);  // Prints a warning on standard error, unless with --quiet.
-  // Prints additional information on standard error, only with --verbose.
+  void Warn(std::string_view text);  // Prints a warning on standard error; nothing with --quiet.
+  // Prints additional information on standard error; nothing without --verbose.
   void Note(std::string_view text);
 
  private:
@@ -87,15 +87,16 @@ class Terminal {
   int output_errno_ = 0;
 };
 
-// The progress line of a long operation on standard error. It is shown only on a terminal and only
-// after a second. The destructor erases it, so destroy this object before printing results. `done`
-// and `total` are in bytes; a total of 0 means that it is unknown. All functions are thread-safe.
+// The progress line of a long operation on standard error. It is shown only on a terminal, without
+// --quiet and --json, and only after a second. The destructor erases it, so destroy this object
+// before printing results. `done` and `total` are in bytes; a total of 0 means that it is unknown.
+// All functions are thread-safe.
 class Progress {
  public:
   Progress(const Terminal& terminal, std::string label);
   ~Progress();
   void Set(std::uint64_t done, std::uint64_t total);
-  // The counter of bytes done, for operations that increment it.
+  // The counter of bytes done, which operations increment directly.
   std::atomic<std::uint64_t>& done() { return done_; }
   void SetTotal(std::uint64_t total) { total_ = total; }
   void AddTotal(std::uint64_t bytes) { total_ += bytes; }
@@ -114,7 +115,7 @@ class Progress {
 
 // A time as text, such as "1.23 s" or "12 ms".
 std::string HumanSeconds(double seconds);
-// A digest as 16 hex digits, as in all output.
+// A digest as 16 hexadecimal digits.
 std::string DigestHex(std::uint64_t digest);
 
 }  // namespace tensormount::tools

@@ -23,14 +23,14 @@
 namespace tensormount::tools {
 namespace {
 
-// Prints the report of one checkpoint. Returns whether it is intact; with --partial missing data
-// are accepted.
+// Prints the report of one checkpoint. Returns whether the checkpoint is intact; with --partial
+// missing data are accepted.
 bool PrintVerdict(const std::string& name, const VerifyReport& report, const VerifyArgs& args,
                   Terminal& terminal) {
   const bool quick = args.quick;
   for (const std::string& warning : report.warnings) terminal.Warn(name + ": " + warning);
   std::size_t lost = 0;
-  // Files for which the other checkpoints with the file are printed.
+  // Damaged files for which the line about other checkpoints with the same file was printed.
   std::set<std::string_view> shared;
   for (const VerifyReport::Damage& damage : report.damages) {
     lost += damage.lost ? 1 : 0;
@@ -41,7 +41,7 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
     } else if (damage.lost) {
       terminal.Line(fmt::format("{}: {}: {}{}", name, damage.object,
                                 damage.file.empty() ? "" : damage.file + ": ", damage.reason));
-      // The line above has only the first few keys.
+      // damage.reason names only the first few keys, so with --verbose all are printed.
       if (terminal.verbose && damage.keys.size() > 1) {
         for (const std::string& key : damage.keys) {
           terminal.Line(fmt::format("{}: lost: {}", name, key));
@@ -95,12 +95,13 @@ int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& termi
                      : VerifyCheckpoint(*source.fs, source.path, options);
   }
   if (!report.ok()) {
-    // If damage prevents the opening, the check has failed.
+    // kDataLoss means that damage prevents the opening: the check has failed.
     terminal.Fail(report.status().WithContext(name));
     return report.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
   }
   if (!foreign) NameSharers(*source.fs, source.path, report.value());
-  // Warns of known defects of the program that saved the checkpoint, which hashes do not show.
+  // Hashes do not show data that were wrong when they were saved, so known defects of the program
+  // that saved the checkpoint are added as warnings.
   if (const auto opened = OpenFound(source, terminal.roots); opened.ok()) {
     for (std::string& note : FindKnownDefects(*opened.value())) {
       report.value().warnings.push_back(std::move(note));
@@ -109,7 +110,7 @@ int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& termi
   return PrintVerdict(name, report.value(), args, terminal) ? kDone : kCheckFailed;
 }
 
-// Lists all checkpoints of a store or training directory; for other sources only the source.
+// All checkpoints of a store or training directory; for other sources only the source itself.
 Result<std::vector<FoundSource>> AllOf(const FoundSource& source, const Terminal& terminal) {
   std::vector<FoundSource> all;
   if (source.kind == SourceKind::kStore) {
@@ -124,7 +125,7 @@ Result<std::vector<FoundSource>> AllOf(const FoundSource& source, const Terminal
     TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                  ForeignFolder::Open(*source.fs, source.path, terminal.roots));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto steps, ReadForeignSteps(folder));
-    // There are no steps if they were removed meanwhile.
+    // If all steps were removed meanwhile, the list is empty.
     for (const ForeignStep& step : steps.value_or(ForeignSteps()).steps) {
       all.push_back({.fs = source.fs,
                      .kind = SourceKind::kForeign,
@@ -149,7 +150,8 @@ int RunVerify(const VerifyArgs& args, Terminal& terminal) {
   if (!all.ok()) return terminal.Fail(all.status());
   int worst = kDone;
   for (const FoundSource& one : all.value()) {
-    // kFailed is the largest status: a checkpoint that could not be checked.
+    // std::max keeps kFailed (a checkpoint could not be checked), which is larger than
+    // kCheckFailed.
     worst = std::max(worst, VerifyOne(one, args, terminal));
   }
   const int flushed = terminal.Flush();

@@ -31,8 +31,8 @@ Dims Dims::Filled(int rank, std::int64_t value) {
   return d;
 }
 
-// The sixth value moves all of them to the heap, with room for kMaxAxes, so that values move only
-// once.
+// The sixth value (kInline is 5) moves all values to the heap, with room for kMaxAxes, so that they
+// move only once.
 void Dims::push_back(std::int64_t v) {
   assert(rank_ < kMaxAxes);
   if (rank_ == kMaxAxes) return;
@@ -83,7 +83,7 @@ Dims PackedStrides(const Dims& extents) {
   std::int64_t step = 1;
   for (int a = extents.rank() - 1; a >= 0; --a) {
     strides[a] = step;
-    // An unchecked shape may overflow; users of the strides check it first.
+    // The shape may be unchecked and overflow; callers check the shape before they use the strides.
     if (__builtin_mul_overflow(step, std::max<std::int64_t>(extents[a], 1), &step)) {
       step = std::numeric_limits<std::int64_t>::max();
     }
@@ -111,8 +111,8 @@ Result<Box> Box::Make(const Dims& begin, const Dims& extent) {
 
 Box Box::Whole(const Dims& shape) { return Box(Dims::Filled(shape.rank(), 0), shape); }
 
-// Looks for zeros first, like CheckedProduct: of a checked box only the product of all extents is
-// known to fit.
+// Zeros first, as in CheckedProduct: for a checked box only the product of all extents is known to
+// fit, and a partial product may overflow.
 std::int64_t Box::volume() const {
   std::int64_t v = 1;
   for (const std::int64_t e : extent_) {

@@ -12,7 +12,7 @@ BufferView BufferView::Host(DType dtype, void* data, const Dims& shape) {
 }
 
 BufferView BufferView::Host(DType dtype, const void* data, const Dims& shape) {
-  // A view has one pointer type for loads and saves; a save only reads.
+  // Loads and saves use the same view type, whose pointer is not const; a save only reads.
   return Host(dtype, const_cast<void*>(data), shape);
 }
 
@@ -84,7 +84,7 @@ bool BufferView::IsPacked() const {
   // yet, hence the overflow test.
   std::int64_t step = 1;
   for (int a = shape.rank() - 1; a >= 0; --a) {
-    if (shape[a] == 1) continue;  // Its stride is not used.
+    if (shape[a] == 1) continue;  // The stride of such an axis is not used.
     if (strides[a] != step) return false;
     if (__builtin_mul_overflow(step, shape[a], &step)) return false;
   }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The encoding of dims, tensor metadata, grid positions and regions, for manifests and for messages
-// between ranks. Decoders accept only the form that an encoder writes, because other forms of equal
-// values would give equal checkpoints unequal hashes.
+// between ranks. Decoded regions get their canonical form, so that equal regions compare equal.
 #include "shard/coding.h"
 
 #include <cstdint>
@@ -18,8 +17,8 @@ void EncodeDims(ByteWriter& out, const Dims& dims) {
 }
 
 Result<Dims> DecodeDims(ByteReader& in, std::string_view what) {
-  // Checked before the values are read, because Dims hold at most kMaxAxes. A failed read gives no
-  // axes.
+  // Checked before the values are read, because Dims hold at most kMaxAxes. If this read fails, the
+  // number is 0, and in.status() below has the error.
   const std::uint8_t rank = in.U8();
   if (rank > kMaxRank)
     return DataLoss(what, "has " + std::to_string(rank) + " axes, at most " +
@@ -44,7 +43,7 @@ Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what) {
   std::string key(in.String(kMaxKeyBytes));
   const std::uint8_t number = in.U8();
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, DecodeDims(in, what));
-  // An unknown type of a newer version is kUnsupported, not kDataLoss.
+  // An unknown number is a type of a newer version, and therefore kUnsupported and not kDataLoss.
   Result<DType> dtype = DTypeFromNumber(number);
   if (!dtype.ok()) return dtype.status().WithContext(std::string(what) + ": tensor " + key);
   Result<TensorMeta> meta = TensorMeta::Make(std::move(key), dtype.value(), shape);
@@ -88,7 +87,7 @@ Result<Region> DecodeRegion(ByteReader& in, std::string_view what, std::string_v
   const std::int64_t first = flat ? in.I64() : 0;
   const std::int64_t count = flat ? in.I64() : 0;
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  // Uses the functions that check untrusted numbers and make the canonical form, so that equal
+  // Box::Make and Region::Flat check untrusted numbers and make the canonical form, so that equal
   // regions compare equal whoever wrote them.
   const Result<Box> box = Box::Make(begin, extent);
   Result<Region> region = !box.ok() ? Result<Region>(box.status())

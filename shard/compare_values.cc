@@ -11,21 +11,21 @@
 namespace tensormount {
 namespace {
 
-// Elements decoded at a time: fits the first-level cache.
+// Number of elements decoded at a time, so few that they fit the first-level cache.
 constexpr std::size_t kStep = 512;
 
-// Keeps the larger value, and the first of equal ones. That makes Add independent of the order of
-// blocks, which threads finish in any order.
+// Keeps the larger value, and of equal values the lower position. So the result does not depend on
+// the order in which threads finish their blocks.
 void Raise(std::optional<ValueMismatch::Largest>& largest, double value, std::uint64_t at) {
   if (!largest || value > largest->value || (value == largest->value && at < largest->at)) {
     largest = ValueMismatch::Largest{.value = value, .at = at};
   }
 }
 
-// Relative to the larger number, so at most 2 (for opposite signs).
+// The distance relative to the larger of the two numbers, so at most 2 (for opposite signs).
 double Relative(double distance, double size_a, double size_b) {
   const double size = std::max(size_a, size_b);
-  return std::isinf(size) ? 1 : distance / size;  // Not zero, because the two differ.
+  return std::isinf(size) ? 1 : distance / size;  // `size` is not zero, because the numbers differ.
 }
 
 // Adds pairs of elements that differ in bits or type to a ValueMismatch.
@@ -99,9 +99,9 @@ class Tally {
   const bool same_type_;
 };
 
-// The kind in which elements of both types are compared; kNone if they are incomparable. A signed
-// and an unsigned integer, or an integer and a float, are compared as doubles, so the exact kinds
-// require both sides.
+// The kind in which elements of both types are compared; kNone if they are incomparable. An exact
+// kind is used only if both types have it: a signed and an unsigned integer, or an integer and a
+// float, are compared as doubles.
 NumberKind ComparedAs(DType a, DType b) {
   const NumberKind kind_a = NumberKindOf(a);
   const NumberKind kind_b = NumberKindOf(b);

@@ -13,21 +13,22 @@ namespace tensormount {
 // Numerical difference of two tensors of one shape. Positions count elements in row-major order.
 // Blocks may be added in any order.
 struct ValueMismatch {
-  std::uint64_t compared = 0;   // Elements.
+  std::uint64_t compared = 0;   // Number of elements.
   std::uint64_t differing = 0;  // Elements with different values; NaN and a number differ.
   // Part of `differing`: elements that are NaN on one side only, and so have no distance.
   std::uint64_t nan_beside = 0;
-  std::uint64_t nan_both = 0;          // NaN on both sides with different bits: not differing.
+  std::uint64_t nan_both = 0;          // NaN on both sides with other bits; not in `differing`.
   std::uint64_t equal_other_bits = 0;  // Equal numbers with different bits (0.0 and -0.0).
   std::uint64_t first = 0;             // Position of the first differing element.
 
-  // Largest distance of differing elements; nullopt if none has a distance.
+  // A largest distance (max_abs, max_rel) and its position; nullopt if no element has a distance.
   struct Largest {
     double value = 0;
     std::uint64_t at = 0;  // Position of the first element with this distance.
   };
   std::optional<Largest> max_abs;
-  // The relative distance |a - b| over the larger of |a| and |b|; 1 if that is infinite.
+  // The relative distance: |a - b| divided by the larger of |a| and |b|; 1 if the larger is
+  // infinite.
   std::optional<Largest> max_rel;
   // max_abs without rounding, set if the elements were compared as integers.
   std::optional<std::uint64_t> max_abs_integer;
@@ -42,8 +43,9 @@ struct ValueMismatch {
 bool CanCompareValues(DType a, DType b);
 
 // Compares `count` packed elements, numbered from `first`, and adds the result to `*sum`. Integers
-// are compared exactly (u64 with a signed type, and integers with floats, as nearest doubles),
-// everything else as doubles, which represent every value; complex distances are in the plane.
+// are compared exactly. A u64 with a signed type, and an integer with a float, are compared as the
+// nearest doubles. Floats are compared as doubles, which represent every value. The distance of
+// complex numbers is that of points in the plane.
 void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::byte* b,
                    std::size_t count, std::uint64_t first, ValueMismatch* sum);
 

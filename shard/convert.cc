@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Conversion between number types by value, with one rounding: each source element becomes an exact
 // sign, significand and exponent, which are rounded to the target, to nearest with ties to even.
-// Slower than a cast, and equal on every machine for all pairs of types.
+// This is slower than a cast, but the result is the same on every machine.
 #include "shard/convert.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace tensormount {
 namespace {
 
-// The code of NaN: a quiet NaN (the highest bit of the fraction is set), or all ones if the format
+// The bits of NaN: a quiet NaN (the highest bit of the fraction is set), or all ones if the format
 // has no infinity.
 template <FloatFormat F>
 constexpr std::uint64_t NanOf() {
@@ -23,7 +23,7 @@ constexpr std::uint64_t NanOf() {
   return F.has_infinity() ? exponent | (std::uint64_t{1} << (F.fraction_bits - 1))
                           : exponent | F.fraction_mask();
 }
-// The code for overflow: infinity, or NaN if the format has none.
+// The bits that stand for overflow: infinity, or NaN if the format has no infinity.
 template <FloatFormat F>
 constexpr std::uint64_t OverflowOf() {
   return F.has_infinity() ? F.exponent_mask() << F.fraction_bits : NanOf<F>();
@@ -41,6 +41,8 @@ std::uint64_t Encode(const ExactNumber& x) {
   const int lowest = 1 - F.bias() - F.fraction_bits;
   const int place = std::max(first - F.fraction_bits, lowest);
   const int drop = place - x.exponent;  // Bits of the significand below the last place.
+  // If 64 or more bits are dropped, `rounded` stays zero, because the significand is less than half
+  // of the last place. (A 64-bit integer is never that far below the last place.)
   std::uint64_t rounded = 0;
   if (drop <= 0) {
     rounded = x.significand << -drop;
@@ -50,9 +52,7 @@ std::uint64_t Encode(const ExactNumber& x) {
     const std::uint64_t half = std::uint64_t{1} << (drop - 1);
     if (rest > half || (rest == half && (rounded & 1) != 0)) ++rounded;
   }
-  // If 64 or more bits are dropped, the whole significand is less than half of the last place.
-  // (Integers also have up to 64 bits, but are never that far below the last place.) Adding the
-  // significand to the exponent field lets a carry out of the fraction raise the exponent:
+  // Adding `rounded` to the exponent field lets a carry out of the fraction raise the exponent:
   // subnormal numbers become normal, and the largest number overflows.
   const std::uint64_t magnitude =
       (static_cast<std::uint64_t>(place - lowest) << F.fraction_bits) + rounded;
@@ -77,8 +77,9 @@ struct FloatType {
   using Storage = Bits;
 };
 
-// Calls fn with the C++ type for `dtype`; false if there is none. Dispatches once for all elements:
-// two nested calls make 15 * 15 loops with constant formats.
+// Calls fn with a value of the C++ type for `dtype`; returns false if there is none. Two nested
+// calls, one for each type, choose one of 15 * 15 loops with constant formats before the first
+// element.
 template <typename Fn>
 bool WithType(DType dtype, Fn fn) {
   switch (dtype) {
@@ -177,7 +178,7 @@ typename To::Storage FloatToFloat(typename From::Storage bits) {
     using FromFloat = std::conditional_t<sizeof(bits) == 4, float, double>;
     using ToFloat = std::conditional_t<sizeof(bits) == 4, double, float>;
     const auto value = static_cast<ToFloat>(std::bit_cast<FromFloat>(bits));
-    if (value != value) {  // Always the same NaN, whatever payload the processor gives.
+    if (value != value) {  // All NaNs get the same bits, on every processor.
       const std::uint64_t sign = bits >> (From::kFormat.bits() - 1);
       return static_cast<typename To::Storage>(sign << (To::kFormat.bits() - 1) |
                                                NanOf<To::kFormat>());
@@ -198,9 +199,10 @@ std::optional<UnfitElement> Convert(const std::byte* src, std::byte* dst, std::i
         Store(dst, FloatToFloat<From, To>(LoadElement<Bits>(src)));
       }
     }
-    return std::nullopt;  // Floats to integers: refused by CanConvert.
+    return std::nullopt;  // CanConvert refuses floats to integers.
   } else {
-    // Not a C++ bool: bytes other than 0 and 1 may be stored, and count as true.
+    // A bool is read as a byte and not as a C++ bool, because bytes other than 0 and 1 may be
+    // stored. They count as true.
     using Source = std::conditional_t<std::is_same_v<From, bool>, std::uint8_t, From>;
     for (std::size_t i = 0; i < count; ++i, src += sizeof(Source), dst += step) {
       Source value = LoadElement<Source>(src);

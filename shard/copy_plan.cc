@@ -27,7 +27,7 @@ Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::
   for (const PlacedBox& w : want) {
     Dims ends;
     for (int a = 0; a < w.box.rank(); ++a) ends.push_back(w.box.end(a));
-    // Shifts everything so that the box begins at the origin.
+    // Shifts everything by -w.box.begin(), so that the wanted box begins at the origin.
     RegionSet regions(w.box.extent());
     const auto shifted = [&](const Box& box, std::int64_t sign) {
       Dims begin;

@@ -78,8 +78,8 @@ struct StridedCopy {
 // from checked shapes, from chunks within their files, and from strides whose reach tensor_meta.h
 // limits to 2^62 bytes, and every run is part of a placed box.
 
-// Plans the copy of `part` (which must lie in both boxes) from `src` to `dst`. The only place that
-// turns boxes into byte runs: slices, resharding, packing and the byte ranges of the mount use it.
+// Plans the copy of `part` (which must lie in both boxes) from `src` to `dst`. Slices, resharding,
+// packing and the byte ranges of the mount all use this function.
 StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst);
 
 // Executes a plan between memories that must not overlap. Any order of axes runs at memory speed:

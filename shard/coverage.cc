@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whether regions cover a shape, in three steps of rising cost: the proofs of partition_proof.h,
 // which decide all layouts in use; a sweep along the row-major order if all regions are ranges of
-// it; the search of coverage_search.h, which also finds the errors. Proof and explanation are
-// separate: the first must be fast for millions of regions, the second only for as many as people
-// can read.
+// it; the search of coverage_search.h, which also finds the errors. The proofs must be fast for
+// millions of regions; the search only has to find as many errors as people can read.
 #include "shard/coverage.h"
 
 #include <algorithm>
@@ -96,7 +95,7 @@ void SearchBoxes(const RegionSet& regions, std::size_t limit, bool only_overlaps
     }
     boxes = &pieces;
   }
-  // Searches more pairs than are listed, so that the listed ones are the first.
+  // Searches for more pairs than are listed, so that the first `limit` in order can be listed.
   CoverageFindings found = SearchCoverage(*boxes, limit * 4 + 64, only_overlaps);
   std::sort(found.pairs.begin(), found.pairs.end());
   const auto position = [&](std::uint32_t box) {
@@ -118,10 +117,10 @@ bool Intersects(const RegionSet& regions, std::size_t i, const Box& box) {
   return true;
 }
 
-// Finds the errors without a search of all regions: one pass over the corners (partition_proof.h)
+// Finds the errors without a search of all regions. One pass over the corners (partition_proof.h)
 // gives holes and doubly covered cells of any number of regions, if these cells are few. The pass
-// does not know the owners, so the regions that meet doubly covered cells are searched separately:
-// mostly two of a million. False, without a report, if the pass gave no cells.
+// does not know the owners, so the regions that meet doubly covered cells are searched separately;
+// usually these are two of a million. False, without a report, if the pass gave no cells.
 bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
   constexpr std::size_t kPlacesApart = 16;
   std::vector<Miscount> differences;
@@ -139,8 +138,9 @@ bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport&
   if (twice.empty()) return true;
   JoinBoxes(regions.rank(), twice);
   if (twice.size() > kPlacesApart) {
-    // One box around all of them: each region is compared with every box of `twice`, so these must
-    // be few. The search discards regions that meet this box but no doubly covered cell.
+    // Each region is compared with every box of `twice`, so many boxes are replaced by one box
+    // around all of them. The search below ignores regions in that box that overlap no other
+    // region.
     Dims low = twice[0].begin();
     Dims extent;
     for (int a = 0; a < regions.rank(); ++a) {
@@ -177,11 +177,11 @@ CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit) {
   if (Box::Whole(regions.shape()).empty()) return report;
   bool linear = false;
   if (Prove(regions, &linear) == Proof::kPartition) return report;
-  // Owners of overlaps from the search are positions, until the loop below replaces them.
-  limit = std::max<std::size_t>(limit, 1);  // A report without findings would mean complete.
+  limit = std::max<std::size_t>(limit, 1);  // An empty report would mean complete coverage.
   if (linear) {
     SweepRanges(regions, limit, report);
   } else {
+    // Both functions set positions in `regions` as owners, which the loop replaces by owners.
     if (!UseDifferences(regions, limit, report)) SearchBoxes(regions, limit, false, report);
     for (Overlap& o : report.overlaps) {
       o.first = regions.owner(o.first);

@@ -45,8 +45,8 @@ CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit = 16);
 
 // Whether every cell of the shape lies in exactly one region: CheckCoverage().complete() without
 // the findings. Expected linear time, in any order, for ranges of the row-major order, regular
-// grids, and everything else that is cut on up to six axes. Cells of replicas lie in two regions,
-// so a caller may try without GroupEqual first.
+// grids, and everything else that is cut on up to six axes. Replicas make the result false, so a
+// caller may try IsPartition first and remove replicas (GroupEqual) only if it is false.
 bool IsPartition(const RegionSet& regions);
 
 }  // namespace tensormount

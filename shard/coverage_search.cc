@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds holes and overlaps of boxes by subdividing space. A part that no box touches is a hole; of
-// a part that one box touches, the rest is holes; a part that several touch is cut in two at a
-// boundary of one of them that crosses few others. Holes split by a cut are joined again on the way
-// out, so that one missing box is reported as one.
+// Finds holes and overlaps of boxes by subdividing space. A part that no box touches is a hole. If
+// one box touches a part, the holes are the part without that box. A part that several boxes touch
+// is cut in two, at a boundary of a box that crosses few other boxes. Holes that a cut has split
+// are joined again on the way out, so that one missing box is reported as one.
 #include "shard/coverage_search.h"
 
 #include <algorithm>
@@ -25,9 +25,9 @@ int CompareAcross(const Box& a, const Box& b, int axis) {
   return 0;
 }
 
-// Cuts the shape at box boundaries recursively, until a part is empty, whole or touched by one box
-// only. The cut is the median boundary of the axis on which it crosses the fewest boxes, so rows
-// and grids split cleanly (O(n log n)).
+// Cuts the shape at box boundaries recursively, until at most one box touches a part without
+// spanning it. The cut is the median boundary of the axis on which it crosses the fewest boxes, so
+// rows and grids split cleanly (O(n log n)).
 class Search {
  public:
   Search(const RegionSet& boxes, std::size_t max_pairs, bool only_overlaps)
@@ -81,9 +81,9 @@ class Search {
     JoinAtCut(below, above, axis, cut);
   }
 
-  // Joins found.holes [below, above) with those from `above` on if a cut split one box of missing
-  // cells. Done from the inside out, which restores a single missing box for any sequence of cuts;
-  // other orders may leave pieces that do not match pairwise.
+  // Joins found.holes [below, above) with those from `above` on if the cut split one hole. Joining
+  // from the innermost cut outwards restores a single missing box for any sequence of cuts; other
+  // orders may leave pieces that do not match pairwise.
   void JoinAtCut(std::size_t below, std::size_t above, int axis, std::int64_t cut) {
     if (below == above || above == found.holes.size()) return;
     std::vector<std::size_t> ends;

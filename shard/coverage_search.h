@@ -13,7 +13,8 @@
 
 namespace tensormount {
 
-// Further holes are only counted, because nobody could read a longer list.
+// Largest number of listed holes. Further holes are only counted, because nobody could read a
+// longer list.
 inline constexpr std::size_t kMaxHoles = std::size_t{1} << 20;
 
 // The errors of a set of boxes. Both lists are bounded, because a completely wrong layout has as
@@ -23,11 +24,11 @@ struct CoverageFindings {
   std::uint64_t missing_elements = 0;
   bool holes_dropped = false;                                  // There are more than kMaxHoles.
   std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;  // Positions of boxes that overlap.
-  // There are more than the largest number of pairs.
+  // There are more than `max_pairs` pairs (SearchCoverage).
   bool pairs_dropped = false;
 };
 
-// The slow half of coverage, used only if the proofs of partition_proof.h failed or did not apply.
+// The search is slow, and is used only if the proofs of partition_proof.h failed or did not apply.
 // The choice of cuts affects the speed and the division of a hole into boxes, never the set of
 // missing cells.
 

@@ -42,7 +42,7 @@ constexpr std::array<DTypeInfo, 23> kTable = {{
     {DType::kC128, "c128", 128, "", "torch.complex128", "complex128", false, "<c16"},
 }};
 
-// A misplaced table row would make InfoOf return another type.
+// InfoOf uses the number as an index, so a misplaced row would make it return another type.
 constexpr bool InOrder() {
   for (std::size_t i = 0; i < kTable.size(); ++i) {
     if (static_cast<std::size_t>(kTable[i].dtype) != i + 1) return false;

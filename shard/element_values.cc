@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decodes elements to numbers, for `cat`, `diff --values` and messages; every dtype is supported,
-// also those without arithmetic.
+// Decodes elements to numbers, for `cat`, `diff --values` and messages. Supports every dtype of at
+// least one byte, also those for which C++ has no type.
 #include "shard/element_values.h"
 
 #include <bit>
@@ -230,7 +230,7 @@ void DecodeNumbers(DType dtype, const std::byte* src, std::size_t count, double*
 }
 
 void DecodeIntegers(DType dtype, const std::byte* src, std::size_t count, std::int64_t* out) {
-  (void)WidenIntegers(dtype, src, count, out);  // The caller ensures the type.
+  (void)WidenIntegers(dtype, src, count, out);  // The caller passes an integer type.
 }
 
 }  // namespace tensormount

@@ -11,10 +11,10 @@ namespace tensormount {
 
 // The functions of this file only decode; conversion at load, which also rounds, is in convert.h.
 
-// The kind of number of an element type. Every type has one; a new type that is missing here does
-// not compile.
+// The kind of number of an element type. Every type has one: NumberKindOf does not compile if a new
+// type is missing there.
 enum class NumberKind : std::uint8_t {
-  kReal,      // Floats: every value is a double, exactly.
+  kReal,      // Floats: a double represents every value exactly.
   kInteger,   // bool and integers that fit a signed 64-bit integer.
   kUnsigned,  // u64.
   kComplex,   // Two reals.

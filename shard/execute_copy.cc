@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ExecuteCopy of copy_plan.h: all code of copies that depends on caches and processors is here.
-// Runs of a few bytes use tiles; ChooseRunCopy chooses the method for longer runs.
+// ExecuteCopy of copy_plan.h, with the choice of the fastest method for caches and processors. Runs
+// of a few bytes use tiles; ChooseRunCopy chooses the method for longer runs.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -13,14 +13,14 @@
 namespace tensormount {
 namespace {
 
-// About a core's second-level cache.
+// About the size of a core's second-level cache, in bytes.
 constexpr std::uint64_t kLargeCopy = 2 * 1024 * 1024;
 
 using CopyAxis = StridedCopy::Axis;
 
-// Orders the axes for execution: by the destination (sequential writes matter most), then merges
-// axes that are contiguous on both sides. This finds long runs if both buffers are transposed
-// alike.
+// Orders the axes by their destination steps, the largest first (sequential writes matter most),
+// then merges axes that are contiguous on both sides. This finds long runs if both buffers are
+// transposed alike.
 StridedCopy Ordered(const StridedCopy& plan) {
   StridedCopy nest;
   nest.run = plan.run;
@@ -50,7 +50,7 @@ StridedCopy Ordered(const StridedCopy& plan) {
   return nest;
 }
 
-// Copies runs of a constant size, for which the compiler emits one load and one store.
+// Copies runs of a constant size, for which the compiler emits one load and one store per run.
 template <std::size_t kRun>
 void CopyLine(const CopyAxis& x, const std::byte* src, std::byte* dst) {
   for (std::int64_t i = 0; i < x.count; ++i) {
@@ -60,9 +60,10 @@ void CopyLine(const CopyAxis& x, const std::byte* src, std::byte* dst) {
   }
 }
 
-// Two axes of small runs with opposite memory orders: copied in tiles, so that each cache line of
-// the source is used completely while cached. Tiles are few lines wide, because a power-of-two step
-// maps all of them to one cache set. (Measured: copying tiles through a packed block is slower.)
+// Copies two axes of small runs with opposite memory orders in tiles, so that each cache line of
+// the source is used completely while cached. A tile is only a few cache lines wide, because a
+// power-of-two step maps all of its lines to one cache set. (Measured: copying tiles through a
+// packed block is slower.)
 template <std::size_t kRun>
 void CopyTiles(const CopyAxis& outer, const CopyAxis& inner, const std::byte* src, std::byte* dst) {
   constexpr std::int64_t kRows = kRun >= 8 ? 16 : 64 / static_cast<std::int64_t>(kRun);
@@ -102,10 +103,11 @@ enum class RunCopy {
 
 constexpr std::uint64_t kLinesFrom = 1024;
 constexpr std::uint64_t kLinesTo = 3072;
-// In this range the C library uses `rep movsb`, which has a third of the speed if the destination
-// is not line-aligned; for longer runs the library uses streaming stores itself.
+// Up to this length the C library uses `rep movsb`, which has a third of the speed if the
+// destination is not line-aligned; for longer runs the library uses streaming stores itself.
 constexpr std::uint64_t kUnalignedLinesTo = 64 * 1024;
-// Shorter runs consist mostly of the two cache lines that they share with their neighbours.
+// Shorter runs are not streamed, because they consist mostly of the two cache lines that they share
+// with their neighbours.
 constexpr std::uint64_t kStreamedRun = 128;
 
 RunCopy ChooseRunCopy(std::uint64_t run, bool large, const CopyAxis& outer, const CopyAxis& inner,
@@ -199,8 +201,8 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
   int outside = std::max(0, nest.axes - 2);  // Axes of the odometer below.
   // A plane of two loops, `outer` around `inner`, within the other axes.
   if (nest.axes > 1) {
-    // The axis with the smallest source step goes next to the one with the smallest destination
-    // step.
+    // `outer` is the axis with the smallest source step, if this step is at most that of `inner`,
+    // which has the smallest destination step. Otherwise the next axis is `outer`.
     std::size_t best = static_cast<std::size_t>(nest.axes - 2);
     for (std::size_t a = 0; a < best; ++a) {
       if (std::llabs(nest.axis[a].src) < std::llabs(nest.axis[best].src)) best = a;
@@ -236,7 +238,7 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
     }
     if (a < 0) break;
   }
-  if (large) EndStream();  // Some runs may have been streamed.
+  if (large) EndStream();  // Streaming stores must be ordered before later stores.
 }
 
 }  // namespace tensormount

@@ -17,7 +17,8 @@ Hash128 ChunkRoot(std::span<const Hash128> leaves, std::uint64_t length) {
   head.U64(length);
   Xxh3Stream stream;
   stream.Update(head.bytes().data(), head.size());
-  // The leaves as on disk: low half, high half, little-endian.
+  // A Hash128 in memory has the form on disk (low half, high half, little-endian), so the leaves
+  // are hashed as they are.
   static_assert(sizeof(Hash128) == 16);
   stream.Update(leaves.data(), leaves.size_bytes());
   return stream.Value();

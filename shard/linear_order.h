@@ -67,8 +67,8 @@ class LinearOrder {
       *range = {first, last + 1};
       *volume = cells;
     } else {
-      // For a flat range the box around it must be a range. Nothing is lost: a flat range within
-      // one row of another box is itself a box, by the canonical form of Region.
+      // A flat range counts as a range only if the box around it is one. No range is missed: by the
+      // canonical form of Region, a flat range within one row of another box is itself a box.
       const std::int64_t begin = first + regions.flat_first(i);
       *range = {begin, begin + regions.flat_count(i)};
       *volume = regions.flat_count(i);

@@ -146,13 +146,13 @@ Result<std::string> MakeNpyHeader(DType dtype, const Dims& shape) {
     if (a + 1 < shape.rank() || shape.rank() == 1) dict += ',';
   }
   dict += "), }";
-  // NumPy leaves space for the first extent to grow to 21 digits; doing the same makes equal files
-  // of equal arrays.
+  // NumPy leaves space for the first extent to grow to 21 digits. With the same space, our file of
+  // an array equals NumPy's.
   if (shape.rank() > 0) {
     const std::size_t digits = std::to_string(shape[0]).size();
     dict.append(21 - std::min<std::size_t>(digits, 21), ' ');
   }
-  constexpr std::size_t kPrefix = 10;  // Magic, version, length.
+  constexpr std::size_t kPrefix = 10;  // The bytes of magic, version and length.
   constexpr std::size_t kAlign = 64;
   // 1 to 64 spaces, like NumPy. The header of 16 axes is far below the 65,535 bytes of version 1.0.
   dict.append(kAlign - (kPrefix + dict.size() + 1) % kAlign, ' ');
@@ -168,7 +168,7 @@ Result<DType> DTypeFromNpyDescr(std::string_view descr) {
     return Status(Code::kUnsupported,
                   "element type " + Shown(descr) + " is not supported: " + what);
   };
-  if (descr == "<f1") return DType::kF8E5M2;  // The name that ml_dtypes gives it.
+  if (descr == "<f1") return DType::kF8E5M2;  // ml_dtypes writes float8_e5m2 as "<f1".
   if (descr == "<V1") return unsupported("one-byte floats exist in several formats");
   for (const DTypeInfo& info : AllDTypes()) {
     if (info.npy_descr.empty()) continue;
@@ -211,8 +211,8 @@ Result<NpyHeader> ParseNpyHeader(std::string_view first_bytes) {
   NpyHeader header;
   TENSORMOUNT_ASSIGN_OR_RETURN(header.data_offset, NpyDataOffset(first_bytes));
   if (header.data_offset > first_bytes.size()) return BadNpyHeader("truncated");
-  // Magic and version are 8 bytes, followed by a length of 2 or 4 bytes. Python 2 could write 1.0
-  // and 2.0.
+  // Magic and version are 8 bytes, followed by a length of 2 or 4 bytes. Python 2 could write
+  // versions 1.0 and 2.0.
   const std::size_t prefix = first_bytes[6] == 1 ? 10 : kNpyPrefix;
   Literal in(first_bytes.substr(prefix, header.data_offset - prefix), first_bytes[6] < 3);
   if (!in.Take('{')) return BadNpyHeader("not a dictionary");

@@ -25,7 +25,7 @@ struct NpyHeader {
   std::uint64_t data_offset = 0;  // Offset of the first element.
 };
 
-// Longer headers are refused (NumPy's own limit is 10,000 bytes).
+// Largest accepted header in bytes (NumPy's own limit is 10,000).
 inline constexpr std::uint64_t kMaxNpyHeader = std::uint64_t{1} << 20;
 // Magic (6 bytes), version (2), header length: 2 bytes in version 1.0, 4 in 2.0 and 3.0.
 inline constexpr std::size_t kNpyPrefix = 12;

@@ -9,6 +9,7 @@
 //            differences along each axis leaves 2^axes signed corners of a box; those of a
 //            partition cancel except for the corners of the shape. If few are left over, the holes
 //            and overlaps are computed from them.
+// ByEnds     like ByCorners, for ranges of the row-major order, which have two corners each.
 //
 // No step compares two boxes, so no arrangement of them is quadratic.
 #include "shard/partition_proof.h"
@@ -34,8 +35,9 @@ std::uint64_t Mix(std::uint64_t key) {
   return (key ^ (key >> 29)) * 0xD6E8FEB86659FD93u;
 }
 
-// The cuts of boxes on one axis. In a grid all boxes with one begin have the same end, so cuts are
-// found by their begin; a second end for a known begin proves that the boxes are not a grid.
+// The cuts on one axis: the intervals [low, high) of the boxes there. In a grid all boxes with one
+// begin have the same end, so cuts are found by their begin; a second end for a known begin proves
+// that the boxes are not a grid.
 class Cuts {
  public:
   static constexpr std::uint32_t kNone = ~std::uint32_t{0};
@@ -44,7 +46,8 @@ class Cuts {
   // `low`, so that the boxes are not a grid.
   std::uint32_t Find(std::int64_t low, std::int64_t high) {
     if (!low_.empty()) {
-      // Sorted boxes repeat the previous cut, go to the next one, or start again.
+      // Sorted boxes repeat the previous cut, go to the next one, or start again at the first. So
+      // these are tried before a look-up in the table.
       if (low_[last_] != low) {
         const auto next = static_cast<std::uint32_t>(last_ + 1 < low_.size() ? last_ + 1 : 0);
         last_ = low_[next] == low ? next : Lookup(low);
@@ -68,7 +71,7 @@ class Cuts {
     for (std::size_t n = 0; n < low_.size(); ++n, ++guess) {
       if (guess >= low_.size() || low_[guess] != at) guess = Lookup(at);
       if (guess == kNone) return false;
-      at = high_[guess];  // Increases, so no cut is visited twice.
+      at = high_[guess];  // `at` increases, so no cut is visited twice.
     }
     return at == end;
   }
@@ -104,13 +107,15 @@ class Cuts {
 
   std::vector<std::int64_t> low_;
   std::vector<std::int64_t> high_;
-  bool rising_ = true;  // Each cut begins after the one before; one beyond the last is new.
+  // Whether each cut begins after the one before it. Then a cut that begins after the last one is
+  // known to be new without a look-up.
+  bool rising_ = true;
   std::vector<std::uint32_t> table_;  // Open addressing by low, for the entered cuts.
   std::uint32_t entered_ = 0;
   std::uint32_t last_ = 0;
 };
 
-// A count per place (the number of a corner), in an open-addressing table that is at most half
+// A count for each corner, which `place` numbers, in an open-addressing table that is at most half
 // full. Most counts return to zero when the neighbouring box is added, so the table stays small if
 // neighbours come soon after each other. Zero counts are removed when space is needed.
 class CornerTable {
@@ -383,7 +388,7 @@ std::vector<Miscount> Corners::Rest(const Dims& shape) {
     if (cuts[k].size() > kMaxRestCells / cells) return {};
     cells *= cuts[k].size();
   }
-  // Prefix sums over all corners before a cell, axis by axis.
+  // Adds each corner's count to its cell of the grid through the corners.
   std::vector<std::int64_t> sum(cells);
   table_.ForEachNonZero([&](std::uint64_t place, std::int32_t count) {
     std::size_t cell = 0;

@@ -14,18 +14,18 @@ namespace tensormount {
 // The result of a proof method; each method is fast for some kinds of regions.
 enum class Proof {
   kPartition,     // Every cell of the shape lies in exactly one region.
-  kNotPartition,  // Some cell is in none, or in several.
+  kNotPartition,  // Some cell is in no region, or in several.
   kUnknown,       // The method does not apply.
 };
 
 // Cells that are not in exactly one region.
 struct Miscount {
   Box box;
-  std::int64_t surplus = 0;  // Number of regions that contain them, minus one: -1 if none.
+  std::int64_t surplus = 0;  // Number of regions that contain these cells, minus one.
 };
 
-// Proof methods, in order of cost (Prove in coverage.cc). All are exact: an answer other than
-// kUnknown is a proof, for any regions. None compares pairs of regions.
+// Proof methods; Prove in coverage.cc tries them in order of cost. All are exact: an answer other
+// than kUnknown is a proof, for any regions. None compares pairs of regions.
 //
 // All require that Box::Whole(shape) is not empty.
 
@@ -33,8 +33,9 @@ struct Miscount {
 // consecutive ranges of the row-major order. `linear` is set if all are such ranges.
 Proof ProveByOrder(const RegionSet& regions, bool* linear);
 
-// kPartition if the boxes are the cells of a grid, each once, in any order; otherwise kUnknown.
-// Expected O(n): cuts are looked up by hashing, and not even that if boxes come in order.
+// kPartition if the boxes are the cells of a grid, each once, in any order. kNotPartition if there
+// are as many boxes as cells, but some cell has two boxes. Otherwise kUnknown. Expected O(n): cuts
+// are looked up by hashing, and not even that if boxes come in order.
 Proof ProveAsGrid(const RegionSet& regions);
 
 // Compares the sum of the regions' indicator functions with the indicator function of the shape.
@@ -47,8 +48,8 @@ Proof ProveAsGrid(const RegionSet& regions);
 // Leftover corners show where the sum differs: if they are few, `differences` (if not null) gets
 // all such cells as disjoint boxes; otherwise it stays empty.
 Proof ProveByCorners(const RegionSet& regions, std::vector<Miscount>* differences);
-// Like ProveByCorners, but the corners are the two ends of each region in the row-major order; all
-// regions must be ranges of that order.
+// Like ProveByCorners, but the corners are the two ends of each region in the row-major order.
+// kUnknown if a region is not a range of that order.
 Proof ProveByEnds(const RegionSet& regions);
 
 }  // namespace tensormount

@@ -76,7 +76,7 @@ Result<Region> Region::Flat(const Box& of, std::int64_t first, std::int64_t coun
     region.box_ = BoxAccess::WithAxis(region.box_, axis, of.begin(axis) + from, to - from);
     first -= from * row;
     if (to - from > 1) {
-      region.flat_ = count != (to - from) * row;  // A row is partial.
+      region.flat_ = count != (to - from) * row;  // Whether the first or last row is partial.
       break;
     }
   }

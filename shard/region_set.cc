@@ -85,8 +85,9 @@ bool RegionSet::AddBox(const std::int64_t* begin, const std::int64_t* extent, st
   return true;
 }
 
-// The algorithm of Region::Flat, where the canonical form is explained, on plain numbers, because a
-// job brings millions of regions in messages, and a Region would cost two Dims and a Result.
+// The same algorithm as Region::Flat (region.cc), where the canonical form is explained. It works
+// on plain numbers, because a job brings millions of regions in messages, and each Region would
+// cost two Dims and a Result.
 bool RegionSet::AddFlat(const std::int64_t* begin, const std::int64_t* extent, std::int64_t first,
                         std::int64_t count, std::uint32_t owner) {
   bool empty = false;
@@ -119,7 +120,7 @@ bool RegionSet::AddFlat(const std::int64_t* begin, const std::int64_t* extent, s
   }
   if (!AddBox(low.data(), size.data(), owner)) return false;
   if (flat) {
-    // The first flat range: all regions before it are boxes (count 0).
+    // With the first flat range, flats_ gets an entry with count 0 (a box) for each earlier region.
     flats_.resize(owners_.size());
     flats_.back() = {first, count};
   }
@@ -165,7 +166,7 @@ Region RegionSet::At(std::size_t i) const {
   return Region::Flat(box, flats_[i].first, flats_[i].count).value();
 }
 
-// Data parallel ranks hold equal regions: 4,096 ranks may bring 8 distinct ones, each 512 times.
+// Data-parallel ranks hold equal regions: 4,096 ranks may bring 8 distinct ones, each 512 times.
 // The table holds distinct regions only, and two guesses avoid most look-ups.
 std::vector<std::uint32_t> GroupEqual(const RegionSet& all, RegionSet* distinct) {
   constexpr std::uint32_t kNone = ~std::uint32_t{0};

@@ -23,10 +23,10 @@ namespace tensormount {
 // which fits 63 bits.
 class RegionSet {
  public:
-  RegionSet() = default;  // Regions of a scalar.
+  RegionSet() = default;  // An empty set for a scalar (no axes).
   // The shape must be checked (its volume fits 63 bits).
   explicit RegionSet(const Dims& shape) { Reset(shape); }
-  // Empties the set, for regions of another shape; the memory is kept.
+  // Empties the set and sets its shape; the memory is kept.
   void Reset(const Dims& shape);
   // Reserves space for `regions` regions in all.
   void Reserve(std::size_t regions);

@@ -22,7 +22,7 @@
 namespace tensormount {
 namespace {
 
-// The limit of the format's reference implementation.
+// The limit that the format's reference implementation has.
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr std::string_view kMetadataKey = "__metadata__";
 // Limits for strings, because one string could fill the whole header and parsers keep several
@@ -45,7 +45,7 @@ std::optional<DType> FromSafetensorsName(std::string_view name) {
   return std::nullopt;
 }
 
-// Bytes of a packed tensor; nullopt if they exceed 2^63 - 1 or are not whole bytes.
+// Number of bytes of a packed tensor; nullopt if it exceeds 2^63 - 1 or is not a whole number.
 std::optional<std::uint64_t> PackedBytes(DType dtype, const Dims& shape) {
   const auto elements = CheckedProduct(shape);
   if (!elements) return std::nullopt;
@@ -440,7 +440,7 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
   if (HasLongString(header_json)) {
     return Status(Code::kUnsupported, "safetensors header: a string exceeds 16 MiB");
   }
-  // The parser copies strings of any length, so long ones were refused before.
+  // The parser copies whole strings, so strings that are too long were refused above.
   Reader reader(unknown);
   if (!nlohmann::json::sax_parse(header_json.begin(), header_json.end(), &reader)) {
     return reader.error.ok() ? BadSafetensorsHeader("is not JSON") : reader.error;
@@ -534,7 +534,7 @@ Result<std::uint64_t> SafetensorsHeaderWriter::Add(std::string_view key, DType d
   const auto end = bytes ? CheckedAdd(at_, *bytes) : std::nullopt;
   if (!end) return bad("shape " + shape.ToString() + " overflows or does not fill whole bytes");
   const std::uint64_t begin = std::exchange(at_, *end);
-  if (out_.size() - 8 > kMaxHeaderBytes) return begin;  // Finish reports the size.
+  if (out_.size() - 8 > kMaxHeaderBytes) return begin;  // Finish then reports the error.
   if (out_.size() > 9) out_ += ',';
   AppendJsonString(key, out_);
   out_ += ":{\"dtype\":\"";

@@ -61,8 +61,8 @@ Status ParsePart(std::string_view part, std::int64_t extent, std::int64_t* begin
     return Status(Code::kInvalidArgument,
                   named + " is out of range for " + std::to_string(extent) + " elements");
   }
-  // As in Python, except that an index out of range is an error, because clipping would silently
-  // return less than requested.
+  // Negative numbers count from the end, as in Python. An index out of range was refused above,
+  // because Python's clipping would silently return less than requested.
   if (from < 0) from += extent;
   if (to < 0) to += extent;
   if (to < from) return Status(Code::kInvalidArgument, named + " ends before it begins");

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Untrusted JSON: depth, size and number of values are bounded, keys are unique, and numbers that
-// do not fit are refused, not rounded.
+// Untrusted JSON: depth and number of values are bounded, and keys are unique.
 #include "shard/strict_json.h"
 
 #include <string>
@@ -60,7 +59,7 @@ class Builder : public nlohmann::json_sax<Json> {
     std::string key;  // Key of the next member.
   };
 
-  // Whether the innermost container is the one whose members go to the caller.
+  // Whether the innermost open container is the one whose members are passed to the caller.
   bool IsStreaming() const {
     return member_ != nullptr && levels_.size() == 2 && levels_[0].key == stream_ &&
            levels_[1].value.is_object();
@@ -71,8 +70,8 @@ class Builder : public nlohmann::json_sax<Json> {
     return false;
   }
 
-  // Counts values in memory, for JsonLimits::max_values; members that went to the caller are not in
-  // memory any more.
+  // Counts a value against JsonLimits::max_values, which limits the values in memory. Members that
+  // were passed to the caller are not in memory any more.
   bool Count() {
     if (++values_ <= limits_.max_values) return true;
     error = Status(Code::kResourceExhausted,
@@ -91,7 +90,7 @@ class Builder : public nlohmann::json_sax<Json> {
   bool Close() {
     Json value = std::move(levels_.back().value);
     levels_.pop_back();
-    --values_;  // Put counts the container again.
+    --values_;  // Put counts the closed container again.
     return Put(std::move(value));
   }
 

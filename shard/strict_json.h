@@ -24,7 +24,7 @@ struct JsonLimits {
 
 // Checks properties of a text that parsers do not check: UTF-8, no NUL (which ends the text for
 // nlohmann's parser), '{' as the first character after white space. kDataLoss names the violated
-// one; messages have no context.
+// property, but not the file.
 Status CheckJsonText(std::string_view text);
 
 // Parses an object. kDataLoss: an error of CheckJsonText, invalid syntax ("byte 17: ..."), a
@@ -32,8 +32,8 @@ Status CheckJsonText(std::string_view text);
 Result<nlohmann::json> ParseStrictJson(std::string_view text, const JsonLimits& limits = {});
 
 // Like ParseStrictJson above, but passes the members of the object under `key` to `member` one by
-// one, each with its own limits, and leaves them out of the result: a table of a million tensors is
-// never held as a tree. An error of `member` ends the parse and is returned.
+// one, and leaves them out of the result: a table of a million tensors is never held as a tree.
+// `max_values` counts each member separately. An error of `member` ends the parse and is returned.
 using JsonMember = std::function<Status(const std::string& name, nlohmann::json& value)>;
 Result<nlohmann::json> ParseStrictJson(std::string_view text, std::string_view key,
                                        const JsonMember& member, const JsonLimits& limits = {});

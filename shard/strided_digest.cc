@@ -21,8 +21,8 @@ namespace {
 constexpr std::int64_t kScratchBytes = 256 * 1024;
 // Runs shorter than this are gathered before they are hashed.
 constexpr std::int64_t kShortRun = 64;
-// Up to this length a copy followed by Crc64Rows of the cached result is faster than one combined
-// pass.
+// For runs up to this length, a copy followed by Crc64Rows of the cached result is faster than one
+// combined pass.
 constexpr std::int64_t kRowRun = 512;
 
 // A loop nest around runs that are contiguous in both memories and in the tensor, in the tensor's
@@ -92,7 +92,8 @@ std::vector<Crc64Shift> ShiftsOf(const DigestNest& nest, int axes) {
   return shifts;
 }
 
-// Applies the shift of `axis`. The CRC before the first run is zero, which every shift leaves zero.
+// Applies the shift of `axis`. A CRC of zero, as before the first run, stays zero under every
+// shift.
 Crc64 Shifted(const std::vector<Crc64Shift>& shifts, int axis, Crc64 crc) {
   return crc == 0 ? 0 : shifts[static_cast<std::size_t>(axis)].Apply(crc);
 }
@@ -145,7 +146,8 @@ class Gatherer {
 
   Crc64 Digest() const {
     const std::int64_t row = nest_.Bytes(joined_);
-    const bool in_place = joined_ == nest_.copy.axes;  // Runs of the tensor are runs of memory.
+    // Whether each run of the tensor is contiguous in memory.
+    const bool in_place = joined_ == nest_.copy.axes;
     const bool several = joined_ > 0 && (in_place || row * 2 <= kScratchBytes);
     const int outer = several ? joined_ - 1 : joined_;
     const std::vector<Crc64Shift> shifts = ShiftsOf(nest_, outer);

@@ -26,9 +26,9 @@ namespace tensormount {
 // of memory, and only if runs of the tensor are not contiguous in memory.
 Crc64 DigestOfPlaced(const PlacedBox& placed, const std::byte* base, const Dims& byte_shape);
 
-// ExecuteCopy(plan, src, dst), where `plan` is PlanCopy(part, ..., ...); also XORs the contribution
-// of `part` to *contribution. One pass over memory for runs over 512 bytes, otherwise a second one
-// over blocks that are still cached.
+// Does ExecuteCopy(plan, src, dst), where `plan` is PlanCopy(part, ..., ...), and XORs the
+// contribution of `part` to *contribution. Runs over 512 bytes are copied and hashed in one pass
+// over memory; for shorter runs blocks that are still cached are read a second time.
 void ExecuteCopyWithDigest(const StridedCopy& plan, const Box& part, const std::byte* src,
                            std::byte* dst, const Dims& byte_shape, Crc64* contribution);
 

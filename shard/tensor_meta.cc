@@ -51,7 +51,7 @@ std::int64_t Product(const Dims& extents, int from, int to) {
 // `from` on; returns the first position.
 bool RunOfTrailingAxes(const Box& box, const Dims& shape, int from, std::int64_t* first) {
   *first = 0;
-  bool spanned = true;  // Whether all axes after `a` are whole.
+  bool spanned = true;  // Whether the box spans all axes after `a`.
   for (int a = shape.rank() - 1; a >= from; --a) {
     if (!spanned && box.extent(a) != 1) return false;
     spanned = spanned && box.extent(a) == shape[a];
@@ -316,7 +316,7 @@ Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype
   }
   std::vector<PlacedBox> placed;
   if (as_box) {
-    Dims all = Dims::Filled(lacking, 0);  // Axes of extent one; the stride is never used.
+    Dims all = Dims::Filled(lacking, 0);  // Leading axes of extent one, whose stride is never used.
     for (const std::int64_t s : strides) all.push_back(s);
     placed.push_back({ByteBox(region.box(), element_bytes), 0, all});
     return placed;

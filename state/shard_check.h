@@ -7,7 +7,7 @@
 
 namespace tensormount {
 
-// The buffer of a shard without data: dtype and extents, packed, no memory.
+// The buffer of a shard without data: dtype, extents and packed strides, with a null pointer.
 BufferView WithoutMemory(DType dtype, const Region& region);
 
 // Fails if the shape is invalid, the region lies outside or not on whole bytes, or the buffer does

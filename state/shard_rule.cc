@@ -53,8 +53,8 @@ Result<Box> CutBox(DType dtype, const Dims& shape, const Dims& parts, const Dims
           Code::kInvalidArgument,
           fmt::format("piece index {} is out of range for {} pieces", index[axis], parts[axis]));
     }
-    // Bits of one step along this axis, modulo 8, from which follows the number of steps in whole
-    // bytes.
+    // The number of bits of one step along this axis, modulo 8. `unit` is the smallest number of
+    // steps that are whole bytes.
     std::int64_t step_bits = InfoOf(dtype).bits % 8;
     for (int inner = axis + 1; inner < shape.rank(); ++inner) {
       step_bits = step_bits * (shape[inner] % 8) % 8;

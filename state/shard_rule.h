@@ -30,7 +30,7 @@ class ShardRule {
   // A rule for all tensors. kInvalidArgument if `text` is no rule, or the product of a grid is not
   // `ranks`.
   static Result<ShardRule> Parse(const std::string& text, int ranks);
-  // Like Parse; `text` may also be the name of a JSON file.
+  // Like Parse; `text` may also be the name of a JSON file, which must end in ".json".
   static Result<ShardRule> ParseOrRead(const std::string& text, int ranks);
 
   // Whether the rule for `key` cuts a tensor of `axes` axes; false: the rule replicates the tensor.

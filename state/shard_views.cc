@@ -42,8 +42,8 @@ Result<Shard> Normalized(const Shard& shard) {
   if (out.region.empty()) {
     data.strides = PackedStrides(extents);
   } else if (data.shape.rank() == 1 && data.shape[0] == out.region.volume()) {
-    // A buffer with one axis. If it can also be read as a box without leading axes, the result is
-    // the same.
+    // The buffer has one axis with all elements of the box in row-major order. If all other axes of
+    // the box have extent 1, the next branch would give the same strides.
     const std::int64_t step = data.strides[0];
     data.strides = PackedStrides(extents);
     // The stride of an axis of extent 1 does not matter; the others were checked with the buffer.
@@ -108,7 +108,7 @@ Result<Shard> Cut(const Shard& shard, int axis, std::int64_t lo, std::int64_t hi
   }
   const Box inside = BoxAccess::Make(Dims{cut_first - first}, Dims{cut_end - cut_first});
   TENSORMOUNT_ASSIGN_OR_RETURN(part.data, SliceView(shard.data, inside));
-  // The remaining cells may be a box, which needs the form of a box.
+  // Region::Flat makes a box of a range of whole rows, and the buffer of a box needs all axes.
   return Normalized(part);
 }
 
@@ -136,7 +136,7 @@ Result<Shard> CheckedView(Result<Shard> shard) {
   return shard;
 }
 
-// Whether ranges [begin, begin + extent) of checked numbers overlap.
+// Whether [a, a + a_extent) and [b, b + b_extent) overlap. The sums must not overflow.
 bool OverlapOf(std::int64_t a, std::int64_t a_extent, std::int64_t b, std::int64_t b_extent) {
   return std::max(a, b) < std::min(a + a_extent, b + b_extent);
 }

@@ -32,7 +32,7 @@ constexpr std::int64_t kMaxLayers = 1 << 16;
 constexpr std::chrono::milliseconds kDevicePatience{60'000};
 
 Status WithItemName(std::string_view kind, std::string_view key, const Status& status) {
-  // A broken key may have megabytes.
+  // Shortens the key for the message, because an invalid key may have megabytes.
   constexpr std::size_t kShown = 200;
   std::string text(kind);
   text += ' ';
@@ -60,7 +60,7 @@ struct StateDict::Rep {
     std::shared_ptr<const OpenedDevice> device;  // Null: host memory.
     void operator()(void* p) const {
       if (device != nullptr) {
-        // A failed load may have left operations on this memory.
+        // Frees the memory only after the device work that a failed load may have left on it.
         device->pending_work->Free(static_cast<std::byte*>(p));
       } else {
         std::free(p);  // NOLINT(cppcoreguidelines-no-malloc)
@@ -131,7 +131,7 @@ struct StateDict::Rep {
 
 namespace {
 
-// Checks of an added shard beyond its own validity.
+// Checks the memory of an added shard, and the shard itself (CheckShard).
 Status CheckAdded(const Shard& shard) {
   TENSORMOUNT_RETURN_IF_ERROR(shard.metadata_only ? CheckDescription(shard.data)
                                                   : CheckMemory(shard.data));
@@ -232,7 +232,7 @@ const Status& StateDict::SetCommon(std::string_view name, CommonValue value) {
 }
 
 const Status& StateDict::SetRankCommon(std::string_view name, CommonValue value) {
-  // All values of a rank are stored as one dict.
+  // All values of a rank are stored in one dict, which is one more level of nesting.
   return rep_->Set(rep_->rank_common, name, std::move(value), 1);
 }
 

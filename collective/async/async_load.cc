@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads in the background: each one is a thread that runs an ordinary load, after the earlier loads
-// of its communicator.
+// Loads in the background. AsyncLoad starts a thread that waits until the previous background load
+// of the communicator has ended, and then runs an ordinary load.
 #include "tensormount/async_load.h"
 
 #include <algorithm>
@@ -28,11 +28,14 @@ struct LoadHandle::Rep {
   const pid_t process = getpid();
 
   StateDict request;
-  std::shared_ptr<const DeviceFences> fences;  // Taken when the caller called AsyncLoad.
+  // Marks of the work that was in the caller's device streams when AsyncLoad was called; the load
+  // waits only for that work.
+  std::shared_ptr<const DeviceFences> fences;
   std::string path;
   LoadOptions options;
   std::atomic<std::uint64_t> bytes_read{0};
-  // The counter of read bytes: LoadOptions::progress until the load has ended, then bytes_read.
+  // Points to LoadOptions::progress, if set, until the load has ended; then to bytes_read, because
+  // the caller may free its counter.
   std::atomic<std::uint64_t>* read = &bytes_read;
   std::atomic<bool> cancel{false};
   Milestone<Result<LoadReport>> ended;
@@ -43,7 +46,8 @@ struct LoadHandle::Rep {
     if (thread.joinable()) thread.join();
   }
   void Run(Communicator& comm) {
-    Result<LoadReport> verdict = Status(Code::kInternal, "the background load did not run");
+    Result<LoadReport> verdict =
+        Status(Code::kInternal, "internal error: the background load did not run");
     options.progress = read;
     const Status ran = Guarded([&]() -> Status {
       const LoadControl control{.cancel = &cancel, .fences = fences, .background = true};
@@ -65,7 +69,7 @@ struct LoadQueue {
   std::weak_ptr<LoadHandle::Rep> last;
 };
 
-// The loads of the process; the process waits for them at exit.
+// The background loads of this process, which EndLoads cancels and waits for at exit.
 struct LiveLoads {
   std::mutex mutex;
   std::vector<std::weak_ptr<LoadHandle::Rep>> loads;
@@ -81,15 +85,17 @@ void EndLoads() {
   }
   for (const auto& load : loads) {
     const auto rep = load.lock();
-    // A hook that ends the process runs on the load's own thread, which cannot wait for itself.
+    // If the event hook of this load called exit(), this is the load's own thread, which cannot
+    // wait for itself.
     if (rep != nullptr && !rep->IsThisThread()) (void)rep->ended.Wait();
   }
 }
 
 void AddLive(const std::shared_ptr<LoadHandle::Rep>& rep) {
-  // PrepareProcess comes first, because loads for which EndLoads waits read SST tables.
+  // PrepareProcess comes first, because exit handlers run in reverse order: EndLoads must run
+  // before RocksDB's own cleanup, since the loads that it waits for read SST tables.
   static const int registered = (SstTable::PrepareProcess(), std::atexit(&EndLoads));
-  (void)registered;  // If atexit failed, only destructors wait for loads.
+  (void)registered;  // If atexit failed, only destructors of handles wait for loads.
   auto& live = PerProcess<LiveLoads>();
   std::lock_guard lock(live.mutex);
   std::erase_if(live.loads, [](const auto& load) { return load.expired(); });
@@ -106,20 +112,21 @@ Status ForkedLoadError() {
 LoadHandle::LoadHandle(std::shared_ptr<Rep> rep) : rep_(std::move(rep)) {}
 LoadHandle::LoadHandle(LoadHandle&&) noexcept = default;
 LoadHandle& LoadHandle::operator=(LoadHandle&& other) noexcept {
-  std::swap(rep_, other.rep_);  // The load that this handle had is dropped with `other`.
+  // `other` gets this handle's previous load and cancels it when it is destroyed.
+  std::swap(rep_, other.rep_);
   return *this;
 }
 LoadHandle::~LoadHandle() {
   if (rep_ == nullptr) return;
   if (!rep_->InThisProcess() || rep_->IsThisThread()) {
-    // The thread is the parent's (after a fork) or this one (in a hook), so it cannot be joined
-    // here.
+    // The load's thread cannot be joined here: after a fork it exists only in the parent, and in a
+    // hook of this load it is the current thread. So the state is leaked.
     if (rep_->IsThisThread()) Cancel();
     (void)new std::shared_ptr<Rep>(std::move(rep_));
     return;
   }
   Cancel();
-  (void)rep_->ended.Wait();  // No caller remains for the verdict.
+  (void)rep_->ended.Wait();  // The verdict is dropped, because no caller can ask for it any more.
 }
 
 Result<LoadReport> LoadHandle::Wait() {
@@ -156,7 +163,8 @@ Result<LoadHandle> AsyncLoad(const StateDict& request, std::string_view path, Co
     TENSORMOUNT_ASSIGN_OR_RETURN(rep->fences, FencesOf(request));
     return {};
   });
-  // After a failure here the load still runs, so that the other ranks learn of it.
+  // After a failure here the load still runs, with a failed request, so that the other ranks learn
+  // of the failure instead of waiting.
   if (!prepared.ok()) (void)rep->request.Fail(prepared);
   const auto queue = std::static_pointer_cast<LoadQueue>(
       comm.Kept("loads in the background", [] { return std::make_shared<LoadQueue>(); }));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saves in the background. Save() copies the state while the caller waits; then a lane, which is a
-// thread with a channel of the communicator of its own, runs an ordinary save of the copy. Lanes
-// are independent; steps that must happen in the order of the calls, such as publishing, wait in
-// SaveOrder.
+// Saves in the background. The state is copied, by default before Save() returns; then a lane (a
+// thread with its own channel of the communicator) runs an ordinary save of the copy. Lanes are
+// independent; steps that must happen in the order of the calls, such as claiming a generation,
+// wait in SaveOrder.
 #include "tensormount/async_save.h"
 
 #include <algorithm>
@@ -39,8 +39,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint32_t kLanes = 2;  // Lanes (threads) of a saver, one for each concurrent save.
-// Number of savers of a communicator. The last slot belongs to the saver of AsyncSaver::Of, all
-// others to savers of Make; one channel stays free.
+// Maximum number of savers of a communicator at a time. Each saver takes kLanes of the channels
+// from 1 on; channel 7 stays free. AsyncSaver::Of uses the last slot, AsyncSaver::Make the others.
 constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
 constexpr std::uint32_t kOwnSaver = kSavers - 1;
 constexpr std::chrono::milliseconds kProgressInterval{1000};
@@ -54,8 +54,9 @@ struct SaverSlots {
   std::condition_variable changed;
   std::uint32_t made = 0;
   std::array<bool, kSavers> taken{};
-  // The saver of AsyncSaver::Of. Ranks release and remake this saver at different times, so its
-  // save order, which must be equal on all ranks, is kept here.
+  // The saver of AsyncSaver::Of. Ranks may release and remake this saver at different times. Its
+  // save order is kept here, so that the number of a save, which chooses the lane and thus the
+  // channel, stays equal on all ranks.
   std::weak_ptr<AsyncSaver> shared;
   std::shared_ptr<SaveOrder> shared_order;
 };
@@ -74,14 +75,16 @@ struct SaveHandle::Rep {
   bool InThisProcess() const { return getpid() == process; }
   const pid_t process = getpid();
 
-  Milestone<Status> staged;  // Reached when the caller's bytes are copied.
+  // Reached when the caller may overwrite its buffers: after the copy, or for SaveInPlace after the
+  // save.
+  Milestone<Status> staged;
   Milestone<Result<SaveReport>> ended;
   std::atomic<SaveProgress::State> state{SaveProgress::State::kStaging};
   std::uint64_t bytes_total = 0;
   std::atomic<std::uint64_t> bytes_staged{0};
   std::atomic<std::uint64_t> bytes_written{0};
-  // The counter of written bytes: SaveOptions::progress until the save has ended, then
-  // bytes_written.
+  // Points to SaveOptions::progress, if set, until the save has ended; then to bytes_written,
+  // because the caller may free its counter.
   std::atomic<std::uint64_t>* written = &bytes_written;
   std::atomic<std::int64_t> stalled{0};
   std::atomic<bool> cancel{false};
@@ -109,8 +112,8 @@ struct SaveHandle::Rep {
 namespace {
 
 // Orders the steps of one saver's saves on this rank. Each lane (thread) saves independently, so
-// two saves may run in different orders on two ranks. A save waits only for earlier saves, which
-// end by their own deadlines whatever later saves do.
+// two saves may run in different orders on two ranks. A save waits only for earlier saves, and
+// earlier saves never wait for later ones, so the waits cannot deadlock.
 class SaveOrder {
  public:
   enum class Step { kQueued, kStaged, kBegun };
@@ -176,10 +179,14 @@ class SaveOrder {
 struct Task {
   std::uint64_t number = 0;  // Number of the save in SaveOrder.
   std::shared_ptr<SaveHandle::Rep> job;
-  StateDict state;        // The caller's state; the lane copies it if `staged` is not set.
-  bool in_place = false;  // `staged` has views of the caller's memory.
+  // Set only if the lane makes the copy: a state whose shards are views of the caller's memory.
+  StateDict state;
+  // For SaveInPlace: the shards of `staged` are views of the caller's memory, not copies.
+  bool in_place = false;
   std::optional<SnapshotState> staged;
-  std::shared_ptr<const DeviceFences> fences;  // Taken when the caller requested the save.
+  // Marks of the work that was in the caller's device streams when the save was requested; the save
+  // waits only for that work.
+  std::shared_ptr<const DeviceFences> fences;
   std::string path;
   SaveOptions options;
 };
@@ -193,7 +200,7 @@ class Lane {
         on_devices_(std::move(on_devices)),
         save_order_(std::move(save_order)) {}
 
-  // Announces a save that will be added. Numbers rise from call to call.
+  // Announces a save that Add will queue later. Each call has a higher number than the one before.
   void Expect(std::uint64_t number) {
     std::lock_guard lock(mutex_);
     expected_.insert(expected_.end(), number);
@@ -251,7 +258,7 @@ class Lane {
     changed_.notify_all();
   }
 
-  // Waits until no save before `number` is in progress; false if `limit` passes first.
+  // Waits until all saves of this lane before `number` have ended; false if `limit` passes first.
   bool WaitUntil(std::uint64_t number, std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, std::min(limit, kLongestWait),
@@ -319,7 +326,9 @@ class Lane {
     SaveOptions options = task.options;
     options.progress = job.written;
     std::optional<ProgressFile> progress;
-    // This rank's progress file must be complete when rank 0 begins to publish.
+    // This rank must stop writing its progress file before it reports that its data is written:
+    // afterwards rank 0 removes these files and publishes, and a later write would add a file to
+    // the checkpoint.
     options.events = [&](const Event& event) {
       if (event.kind != Event::Kind::kStart && event.phase == "write" && progress.has_value()) {
         progress->Stop();
@@ -340,7 +349,8 @@ class Lane {
     control.on_staging_end = [&](const Staging&) {
       if (progress.has_value()) progress->Remove();
     };
-    Result<SaveReport> verdict = Status(Code::kInternal, "the background save did not run");
+    Result<SaveReport> verdict =
+        Status(Code::kInternal, "internal error: the background save did not run");
     const Status ran = Guarded([&]() -> Status {
       verdict = tensormount::Save(task.staged->dict, task.path, *channel_, options, control);
       return {};
@@ -433,8 +443,8 @@ namespace {
 // The savers of the process. At exit the process waits for their saves in progress, within the
 // timeouts of the saves.
 struct LiveSavers {
-  // Set at exit: no save begins any more, because a thread would write files while the objects that
-  // it needs are destroyed. `busy` counts threads that begin a save or destroy a saver.
+  // Set at exit: then no save begins any more, because its thread would run while static objects
+  // that it needs are destroyed. `busy` counts threads that begin a save or destroy a saver.
   std::atomic<bool> ending{false};
   std::atomic<int> busy{0};
   std::mutex mutex;
@@ -466,9 +476,10 @@ void DrainAll() {
 }
 
 void DrainAtExit() {
-  // PrepareProcess comes first, because saves for which DrainAll waits write SST tables.
+  // PrepareProcess comes first, because exit handlers run in reverse order: DrainAll must run
+  // before RocksDB's own cleanup, since the saves that it waits for write SST tables.
   static const int registered = (SstTable::PrepareProcess(), std::atexit(&DrainAll));
-  (void)registered;  // If atexit failed, only destructors wait for saves.
+  (void)registered;  // If atexit failed, only destructors of savers wait for saves.
 }
 
 }  // namespace
@@ -478,7 +489,7 @@ void DrainAtExit() {
 SaveHandle::SaveHandle(std::shared_ptr<Rep> rep) : rep_(std::move(rep)) {}
 SaveHandle::SaveHandle(SaveHandle&&) noexcept = default;
 SaveHandle& SaveHandle::operator=(SaveHandle&& other) noexcept {
-  // The save that this handle had is dropped with `other`.
+  // `other` gets this handle's previous save and waits for it or cancels it when it is destroyed.
   std::swap(rep_, other.rep_);
   std::swap(saver_, other.saver_);
   return *this;
@@ -487,11 +498,12 @@ SaveHandle::~SaveHandle() {
   if (rep_ == nullptr || !rep_->InThisProcess()) return;
   const bool cancel = rep_->on_drop == AsyncOptions::OnDrop::kCancel;
   if (cancel) Cancel();
-  // Until the snapshot is taken, the save reads the caller's memory, which may be freed after this.
+  // Until the snapshot is taken, the save reads the caller's memory, which may be freed after this
+  // destructor.
   if (cancel) {
     (void)rep_->staged.Wait();
   } else {
-    (void)WaitCommitted();  // No caller remains for the verdict.
+    (void)WaitCommitted();  // The verdict is dropped, because no caller can ask for it any more.
   }
 }
 
@@ -662,7 +674,8 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
       task.staged->dict = ShareState(state);
       return {};
     }
-    // The save before the last one must have ended, because this save reuses its staging memory.
+    // The save before the last one uses the same lane and must have ended, because this save reuses
+    // its staging memory.
     const std::chrono::milliseconds patience = PatienceOf(options.timeouts);
     if (!lane.WaitUntil(task.number, patience)) {
       return {
@@ -671,8 +684,9 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
               ": timed out: the save before the last one has not ended; wait for it, or raise the "
               "arrival timeout"};
     }
-    // Memory is given out in the order of saves, as in Lane::Save. In another order this save could
-    // have memory that an earlier save needs, and wait for that save.
+    // Memory is given out in the order of saves, as in Lane::Save: otherwise this save could hold
+    // memory that an earlier save needs, while another rank gives it to the earlier save, and both
+    // saves would wait forever.
     if (!rep_->save_order->AwaitEarlier(task.number, SaveOrder::Step::kStaged, patience)) {
       return {
           Code::kDeadlineExceeded,

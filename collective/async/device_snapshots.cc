@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of a state within its devices, if they have room: a save in the background then delays the
-// caller only by a copy at the speed of device memory.
+// A pool of device memory for snapshots. If a device has room, a background save copies the shards
+// within the device, so that the caller is delayed only by a copy at the speed of device memory.
 #include "collective/async/device_snapshots.h"
 
 #include <algorithm>
@@ -41,7 +41,8 @@ bool DeviceSnapshots::IsIdle(Block& block) {
 
 void DeviceSnapshots::Free(Block& block) {
   if (block.data == nullptr) return;
-  // No copy of this block is in progress, so freeing it need not wait for copies of other memory.
+  // An idle block has no pending reads or writes, so freeing it need not wait for work on other
+  // memory.
   if (IsIdle(block)) block.device->pending_work->ResetPendingWork(block.data);
   block.device->pending_work->Free(block.data);
   block.data = nullptr;

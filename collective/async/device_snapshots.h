@@ -69,9 +69,10 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
     std::optional<Result<std::shared_ptr<DeviceMark>>> writes;
   };
   void Free(Block& block);
-  // Whether all writes of earlier saves have ended.
+  // Whether all writes of earlier saves to the block are known to have ended.
   static bool HaveWritesEnded(Block& block);
-  // Whether all writes and reads of earlier saves have ended, so that the block may be freed.
+  // Whether all writes and reads of earlier saves are known to have ended, so that the block may be
+  // freed.
   static bool IsIdle(Block& block);
 
   const std::uint64_t bound_;

@@ -77,7 +77,7 @@ class Milestone {
   }
 
  private:
-  // The counter was zero and has no other writer, so the write cannot fail.
+  // The eventfd's counter was zero and has no other writer, so the write cannot fail.
   void Signal() {
     const std::uint64_t one = 1;
     (void)!write(fd_, &one, sizeof(one));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each rank replaces the file with its own line, and rank 0 also the combined file. Failures are
-// ignored, because a save must not fail for them.
+// Writes the progress of a save: each rank replaces its own file, and rank 0 also the combined
+// file. Failures are ignored, because a save must not fail for them.
 #include "collective/async/progress_file.h"
 
 #include <algorithm>

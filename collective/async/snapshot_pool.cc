@@ -15,7 +15,8 @@
 namespace tensormount {
 namespace {
 
-// Blocks are rounded up to this, so that a state that grows a little can reuse its block.
+// Block sizes are rounded up to a multiple of this number of bytes, so that a state that grows a
+// little can reuse its block.
 constexpr std::uint64_t kRound = 2u << 20;
 // Maximum number of idle blocks: the number of concurrent saves.
 constexpr std::size_t kMaxIdle = 2;
@@ -72,7 +73,7 @@ Result<std::unique_ptr<SnapshotPool::Memory>> SnapshotPool::Take(
                         std::to_string(bound_) + " bytes that staging_bytes allows in time");
     }
   }
-  // Reserved here, because GiveBack must not allocate.
+  // GiveBack runs in a destructor and must not allocate, so its room in idle_ is reserved here.
   idle_.reserve(mapped_blocks_ + 1);
   auto memory = std::unique_ptr<Memory>(new Memory(shared_from_this(), nullptr, 0));
   void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -53,14 +53,15 @@ class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
 
  private:
   void GiveBack(std::span<std::byte> piece);
-  // Unmaps idle blocks, the smallest first, until `bytes` more fit under the bound.
+  // Unmaps idle blocks, the smallest first, until fewer than kMaxIdle remain and `bytes` more fit
+  // under the bound.
   void MakeRoom(std::uint64_t bytes);
 
   const std::uint64_t bound_;
   mutable std::mutex mutex_;
   std::condition_variable returned_;
   std::uint64_t mapped_ = 0;
-  std::size_t mapped_blocks_ = 0;           // Number of mapped blocks.
+  std::size_t mapped_blocks_ = 0;
   std::vector<std::span<std::byte>> idle_;  // Idle blocks, by rising size.
 };
 

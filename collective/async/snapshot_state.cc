@@ -25,8 +25,8 @@ namespace {
 
 // Alignment of shards in staging memory: a cache line, which also suits vector loads.
 constexpr std::uint64_t kAlign = 64;
-// Size from which copies bypass the caches: larger ones do not stay in a cache until the save reads
-// them.
+// Size in bytes from which copies bypass the caches: larger ones do not stay in a cache until the
+// save reads them.
 constexpr std::size_t kStreamBytes = 256 * 1024;
 
 Status CopyBytes(const PackedSource& source, std::uint64_t begin, std::uint64_t bytes,
@@ -34,7 +34,7 @@ Status CopyBytes(const PackedSource& source, std::uint64_t begin, std::uint64_t 
   const auto size = static_cast<std::size_t>(bytes);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* from, source.Fetch(begin, size, to));
   if (from == to) return {};
-  // memcpy bypasses the caches for a whole state, but not for single tensors.
+  // memcpy bypasses the caches only for copies much larger than most tensors.
   if (size >= kStreamBytes) {
     StreamBytes(from, to, size);
   } else {
@@ -160,9 +160,9 @@ Status CopyToHost(const StateDict& state, const DeviceLimits& rules, const Copie
         parts.emplace_back();
         room = even;
       }
-      // Strided host memory is not split.
+      // Strided host memory is not split, because one call gathers it (PackedSource::Fetch).
       const bool whole = copies.sources[i].device() == nullptr && !copies.sources[i].in_place();
-      // Cuts at word boundaries: devices copy whole words.
+      // Cuts at multiples of kAlign, because devices copy whole words.
       const std::uint64_t cut = std::min(room / kAlign * kAlign, bytes - begin);
       const std::uint64_t n = whole ? bytes : cut;
       parts.back().push_back({static_cast<std::uint32_t>(i), begin, n});
@@ -173,7 +173,8 @@ Status CopyToHost(const StateDict& state, const DeviceLimits& rules, const Copie
   struct Nothing {};
   return ForEachParallel<Nothing>(
       parts.size(), static_cast<int>(threads), [&](std::size_t p, Nothing&) -> Status {
-        // Device copies run while the host copies the rest.
+        // The ranges of device tensors are planned together, so that their transfers run while this
+        // thread copies host tensors.
         std::vector<BlockReader::PlannedRange> flown;
         for (const BlockReader::PlannedRange& part : parts[p]) {
           if (copies.sources[part.item].device() != nullptr) flown.push_back(part);

@@ -33,7 +33,7 @@ Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& class_of) {
     class_of.push_back(in.U32());
     // The number of a class is its lowest rank, which was read before all others of the class.
     if (class_of[r] > r || class_of[class_of[r]] != class_of[r]) {
-      return Status(Code::kDataLoss, "answer of rank 0: its rank classes are malformed");
+      return Status(Code::kDataLoss, "answer of rank 0: the list of rank classes is malformed");
     }
   }
   return in.status();

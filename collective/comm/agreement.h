@@ -21,8 +21,8 @@
 #include "base/coding.h"
 #include "base/hash.h"
 
-// The agreement of the ranks before a save or a load begins. Each rank sends 64 bytes: hashes
-// of its input, and the job whose plan it has kept. Rank 0 answers with an Agreement. If every rank
+// The agreement of the ranks before a save or a load begins. Each rank sends 64 bytes: hashes of
+// its input, and the job whose plan it has kept. Rank 0 answers with an Agreement. If every rank
 // has kept the plan of this job, inputs are not sent. If not, one rank of each set of ranks with
 // equal inputs sends its input: of 4,096 ranks that hold replicas of 64 layouts, 64 send.
 //
@@ -32,8 +32,8 @@
 //   the input itself   ----------   if SendsForClass(classes, r), to the ranks that need it
 //
 // Saves use this exchange for layouts (layout/layout_round.h), loads for requests (load/meeting.h).
-// Both keep their plans in KeptPlans, so that a second job of the same kind costs only the first
-// two lines.
+// Both keep their plans in KeptPlans, so that a later job with equal inputs costs only the first
+// two lines of this diagram.
 
 namespace tensormount {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MakeDeviceTransport of bulk_transport.h: compares what must be equal on all ranks before each
-// makes its mover, for every kind of device.
+// MakeDeviceTransport of bulk_transport.h, for every kind of device. Before the ranks make their
+// movers, it checks that all have the same link version and that no two share a device.
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -44,12 +44,13 @@ Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
 Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
     Collective& collective, std::chrono::milliseconds patience,
     Result<std::unique_ptr<DeviceLink>> link) {
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(link.status(), "choose a device transport"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(link.status(), "agree to use a device transport"));
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const auto versions,
-      collective.AllGather(link.value()->version(), "compare device transports"));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto devices,
-                               collective.AllGather(link.value()->device(), "compare devices"));
+      collective.AllGather(link.value()->version(), "compare the ranks' device transports"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const auto devices,
+      collective.AllGather(link.value()->device(), "compare the devices of the ranks"));
   TENSORMOUNT_RETURN_IF_ERROR(CompareLinks(versions, devices));
   return BulkTransport::Make(collective, patience, [&](std::uint64_t /*group*/) {
     return link.value()->MakeMover(collective.rank(), collective.size());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The notes of a BulkTransport: fixed size, with a checksum, because messages of an earlier
-// transport may be left on the tag.
+// Encodes, sends and receives the notes of a BulkTransport. A note has a fixed size and a checksum,
+// because messages of an earlier transport may be left on the tag.
 #include "collective/comm/bulk_notes.h"
 
 #include <cstring>

@@ -34,8 +34,8 @@ struct BulkNote {
   Kind kind = kBegin;
   int from = 0;
   std::uint64_t exchange = 0;  // Number of the last exchange that the sender began.
-  std::uint64_t plan = 0;      // Hash of that exchange's plan.
-  Status status;               // With kFailed: the failure.
+  std::uint64_t plan = 0;      // Hash of the plan of exchange number `exchange`.
+  Status status;               // For kFailed: the failure, with the rank that it began on.
   std::string mover_message;   // For kMoverMessage: a mover's bytes, up to kMaxMoverMessage.
   static constexpr std::size_t kMaxMoverMessage = 256;
 };
@@ -63,7 +63,8 @@ class BulkNotes {
   Result<std::optional<BulkNote>> Poll();
 
  private:
-  // Small enough for every communicator to copy at once.
+  // Every communicator buffers a message of 1 KiB, so a note is sent without waiting for its
+  // receiver.
   using Bytes = std::array<char, 1024>;
   struct Seat {
     int rank = 0;
@@ -84,7 +85,7 @@ class BulkNotes {
   Communicator& comm_;
   const std::uint64_t group_;
   const std::uint32_t tag_;
-  std::vector<Seat> seats_;  // The ranks that send notes to this rank.
+  std::vector<Seat> seats_;  // The ranks with which this rank exchanges notes.
   std::mutex mutex_;
   std::list<Outgoing> sent_;  // Sends in progress; their memory must not move.
 };

@@ -20,7 +20,8 @@ namespace tensormount {
 namespace {
 
 constexpr std::chrono::nanoseconds kShortPause = std::chrono::microseconds(20);
-// Poll interval for movers without messages, whose progress Changes() does not count.
+// Longest pause between polls. Some movers make progress without messages, which Changes() does not
+// count, so a wait for a change alone could miss it.
 constexpr std::chrono::nanoseconds kLongPause = std::chrono::milliseconds(1);
 
 std::string UnitText(std::uint64_t unit, std::uint64_t bytes) {
@@ -58,7 +59,7 @@ class BulkTransport::Connecting final : public LocalWork {
  public:
   Connecting(BulkTransport& transport, std::chrono::milliseconds patience)
       : transport_(transport), deadline_(Deadline::After(patience)) {
-    progresses_alone = true;  // The communicator does not see movers.
+    progresses_alone = true;  // Changes() of the communicator does not count the mover's progress.
   }
   Result<bool> Step() override {
     if (over_) return true;
@@ -138,7 +139,7 @@ BulkTransport::~BulkTransport() {
   } else {
     (void)Fail(Status(Code::kUnavailable, "rank " + std::to_string(rank()) +
                                               " is gone: it left in the middle of an exchange")
-                   .With({.rank = rank()}));  // So that other ranks report this rank.
+                   .With({.rank = rank()}));  // The field makes other ranks name this rank.
     mover_->Stop();
   }
   const std::string left = mover_->Close();
@@ -150,8 +151,9 @@ Status BulkTransport::Register(const BulkRange& range) {
   if (range.bytes == 0) return {};
   const auto begin = reinterpret_cast<std::uintptr_t>(range.data);
   if (range.data == nullptr || begin + range.bytes < begin) {
-    return {Code::kInvalidArgument, "register " + std::to_string(range.bytes) +
-                                        " bytes: their address is null or too large"};
+    return {Code::kInvalidArgument,
+            "register " + std::to_string(range.bytes) +
+                " bytes for the device transport: the address is null or too large"};
   }
   const auto after = ranges_.upper_bound(range.data);
   const bool over_next = after != ranges_.end() &&
@@ -162,8 +164,9 @@ Status BulkTransport::Register(const BulkRange& range) {
     over_last = reinterpret_cast<std::uintptr_t>(last.data) + last.bytes > begin;
   }
   if (over_next || over_last) {
-    return {Code::kAlreadyExists, "register " + std::to_string(range.bytes) +
-                                      " bytes: the range overlaps a registered one"};
+    return {Code::kAlreadyExists,
+            "register " + std::to_string(range.bytes) +
+                " bytes for the device transport: the memory overlaps registered memory"};
   }
   TENSORMOUNT_RETURN_IF_ERROR(mover_->Check(range));
   ranges_.emplace(range.data, range);
@@ -175,7 +178,7 @@ Status BulkTransport::Unregister(const std::byte* data) {
     return {Code::kBusy, "unregister memory: an exchange between ranks is under way"};
   }
   if (data != nullptr && ranges_.erase(data) == 0) {
-    return {Code::kInvalidArgument, "unregister memory: it is not registered"};
+    return {Code::kInvalidArgument, "unregister memory: the memory is not registered"};
   }
   return {};
 }
@@ -189,8 +192,9 @@ Status BulkTransport::Begin(std::vector<BulkUnit> plan) {
     const BulkUnit& unit = plan[u];
     if (unit.from < 0 || unit.from >= size() || unit.to < 0 || unit.to >= size()) {
       return {Code::kInvalidArgument,
-              UnitText(u, unit.bytes) + ": from rank " + std::to_string(unit.from) + " to rank " +
-                  std::to_string(unit.to) + ", but there are " + std::to_string(size()) + " ranks"};
+              UnitText(u, unit.bytes) + ": the plan sends the unit from rank " +
+                  std::to_string(unit.from) + " to rank " + std::to_string(unit.to) +
+                  ", but there are only " + std::to_string(size()) + " ranks"};
     }
     if (unit.bytes == 0) continue;
     takes_part[static_cast<std::size_t>(unit.from)] = true;
@@ -310,7 +314,8 @@ Result<bool> BulkTransport::Poll() {
     });
     done = done && AllPut();
     if (failed.ok()) idle_ = done;
-    // If a rank left because another one failed, its absence may be seen before the cause.
+    // If a rank left because another one failed, its absence may be seen before the cause, so the
+    // notes are read once more.
     if (failed.code() == Code::kUnavailable) {
       const Status heard = ReadNotes();
       if (!heard.ok()) failed = heard;
@@ -328,7 +333,7 @@ Status BulkTransport::RepeatUntil(const Deadline& deadline, Step step, const cha
   std::chrono::nanoseconds pause = kShortPause;
   while (true) {
     const std::uint64_t seen = control_.Changes();
-    (void)control_.Progress();  // A failure is reported by the notes.
+    (void)control_.Progress();  // If this fails, ReadNotes reports it.
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool done, step());
     if (done) return {};
     if (deadline.Passed()) return {Code::kDeadlineExceeded, what};
@@ -349,8 +354,8 @@ Status BulkTransport::Wait(const Deadline& deadline) {
           deadline, [&] { return Poll(); }, "")
           .ok())
     return {};
-  const Status why = Fail(LateStatus());  // Keeps the reason if Poll failed.
-  (void)Poll();                           // Stops the mover.
+  const Status why = Fail(LateStatus());  // If Poll has failed, Fail keeps its failure.
+  (void)Poll();                           // After a failure Poll stops the mover.
   return why;
 }
 

@@ -30,14 +30,14 @@ class Collective;  // Defined in collective.h.
 
 struct BulkBlock {
   std::uint64_t unit = 0;           // Position in the plan.
-  const std::byte* from = nullptr;  // Set on the sending rank.
-  // Set on the receiving rank. A unit from a rank to itself sets both.
+  const std::byte* from = nullptr;  // The bytes to send; set on the sending rank.
+  // Where to receive; set on the receiving rank. A unit from a rank to itself sets both pointers.
   std::byte* to = nullptr;
 };
 
 // Moves large blocks between the ranks of a group: the data plane of a load, beside the
 // Communicator, which is the control plane. There are no tags. Every rank knows the whole plan,
-// because a kind such as NCCL needs the same order on both sides.
+// because a mover such as NCCL needs the same order on both sides.
 //
 //   transport->Register({memory, size, device});
 //   transport->Begin(plan);                 // The same on all ranks, in the same order.
@@ -45,13 +45,13 @@ struct BulkBlock {
 //   Status s = transport->Wait(deadline);   // Until this rank's units are moved.
 //
 // After a failure the transport is unusable: every further call returns the failure at once, and
-// rank 0 tells all other ranks over the control plane, with their next Poll or Wait. So no rank
-// waits longer than its own deadline. Codes:
+// rank 0 tells all other ranks over the control plane; their next Poll or Wait returns it. So no
+// rank waits longer than its own deadline. Codes:
 //   kDeadlineExceeded  names the unit and the rank on the other side;
 //   kUnavailable       a rank closed its end, or destroyed its transport in an exchange. (MPI does
 //                      not report that a process is gone; there it is kDeadlineExceeded.)
 //   kInternal          ranks have different plans;
-//   any other          from the kind, or from the caller of Abort.
+//   any other          from the mover, or from the caller of Abort.
 // kInvalidArgument of Register, Begin, Put and Wait reports an invalid call, which has no effect. A
 // rank whose units are moved does not wait for those of other ranks. For one verdict on all ranks,
 // call Collective::Agree afterwards, or Poll from a LocalWork.
@@ -66,8 +66,8 @@ struct BulkBlock {
 class BulkTransport {
  public:
   // Collective over all ranks of `control`, with the same verdict on all of them. `control` must
-  // outlive the transport. `make` makes this rank's mover. Takes at most Timeouts::arrival and at
-  // most `total`.
+  // outlive the transport. `make` makes this rank's mover. Each of its steps waits at most
+  // Timeouts::arrival, and all of them together at most `total`.
   static Result<std::unique_ptr<BulkTransport>> Make(Communicator& control,
                                                      const Timeouts& timeouts,
                                                      const MakeBulkMover& make);
@@ -134,7 +134,8 @@ class BulkTransport {
   Status LateStatus() const;
   Status CheckBlock(const BulkBlock& block, const BulkMove& transfer) const;
   Status CheckRegistered(std::uint64_t unit, const std::byte* data, std::uint64_t bytes) const;
-  std::size_t FindOwnUnit(std::uint64_t unit) const;  // Position in exchange_.mine, or its size.
+  // Position of the unit in exchange_.mine; exchange_.mine.size() if it is not there.
+  std::size_t FindOwnUnit(std::uint64_t unit) const;
   bool AllPut() const { return put_ == exchange_.mine.size(); }
   template <typename Step>
   Status RepeatUntil(const Deadline& deadline, Step step, const char* what);
@@ -142,7 +143,8 @@ class BulkTransport {
   Communicator& control_;
   BulkNotes notes_;
   const std::unique_ptr<BulkMover> mover_;
-  std::map<const std::byte*, BulkRange> ranges_;  // By first byte.
+  // Registered ranges, by the address of the first byte.
+  std::map<const std::byte*, BulkRange> ranges_;
 
   BulkExchange exchange_;
   std::uint64_t plan_hash_ = 0;

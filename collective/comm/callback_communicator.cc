@@ -1,12 +1,12 @@
-// SPDX-License-Identifier: Apache-2.0
-// Ranks that communicate through a host program's callbacks: the protocol of StreamPeer over
-// streams of packets.
+// SPDX-License-Identifier: Apache-2.0 Ranks that communicate through a host program's callbacks:
+// the protocol of StreamPeer over streams of packets.
 //
 // A packet is a head of fixed size, for which one receive is always posted. The head contains
 // either a few bytes, such as a frame of a collective job, or the size of a bulk message that
-// follows. The host sees only memory of this file, so that Cancel can forget a message at once; the
-// price is a copy on each side. A side that leaves sends a last packet and reads until the other
-// side's last one; then no packet is left that a later communicator could receive.
+// follows. The host only reads and writes buffers that this file owns, never the caller's memory,
+// so that Cancel can forget a message at once; the price is a copy on each side. A side that leaves
+// sends a last packet and reads until the other side's last one; then no packet is left that a
+// later communicator could receive.
 #include "tensormount/callback_communicator.h"
 
 #include <algorithm>
@@ -35,12 +35,12 @@ constexpr std::size_t kHead = 512;
 constexpr std::size_t kInHead = kHead - kHeadFixed;
 constexpr std::uint32_t kFlagBye = 1;
 constexpr std::size_t kBulk = kMaxCallbackMessage;
-// Limit of unsent heads and bulk messages. A packet has at most two of these; the last packet is
-// one head.
+// Limit of unsent heads and bulk messages. A packet is a head, or a head and a bulk message; the
+// last packet is a head only.
 constexpr std::size_t kMaxSends = 8;
 
 // Keeps memory until the process ends, because a host without cancel may still access it after its
-// communicator is gone. Leak checkers can find the memory.
+// communicator is gone. The static list keeps the memory reachable for leak checkers.
 void KeepForHost(std::vector<std::byte> bytes) {
   static std::mutex mutex;
   static auto* const kept = new std::vector<std::vector<std::byte>>;
@@ -262,7 +262,7 @@ class CallbackStream final : public ByteStream {
 
   Flight incoming_;
   Receiving receiving_ = kNothing;
-  std::size_t at_ = 0;  // First unread byte.
+  std::size_t at_ = 0;  // Position of the first unread byte in incoming_.
   std::size_t end_ = 0;
   std::size_t bulk_ = 0;  // Size of the bulk message that follows the head.
   bool peer_left_ = false;

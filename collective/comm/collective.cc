@@ -64,8 +64,8 @@ Frame LetterFrame() {
 // Fails unless the frame is a letter, the only kind of frame on the data tag.
 Status CheckLetter(const Frame& frame, int from) {
   if (frame.kind == Frame::kLetter) return {};
-  return {Code::kDataLoss,
-          "message of rank " + std::to_string(from) + ": not of the kind that this rank expects"};
+  return {Code::kDataLoss, "message of rank " + std::to_string(from) +
+                               ": the message has another kind than this rank expects"};
 }
 
 // Sends one rank's letters and receives the letters that it expects.
@@ -134,9 +134,9 @@ class Letters final : public LocalWork {
       failure = CheckLetter(letter.frame, peer);
       total_ = CheckedAdd(total_, std::uint64_t{letter.payload.size()}).value_or(kMaxPayload + 1);
       if (failure.ok() && total_ > kMaxPayload) {
-        failure =
-            Status(Code::kDataLoss, "messages of all ranks: " + std::to_string(total_) +
-                                        " bytes, the limit is " + std::to_string(kMaxPayload));
+        failure = Status(Code::kDataLoss, "messages of all ranks: " + std::to_string(total_) +
+                                              " bytes in total, the limit is " +
+                                              std::to_string(kMaxPayload) + " bytes");
       }
       texts_[at] = std::move(letter.payload);
       moved = true;
@@ -183,9 +183,10 @@ Result<CollectiveEngine::VerdictPayload> RunRound(
   return engine.Run(round);
 }
 
-// Numbers that ranks compare before an exchange. A rank sends the size of its own data, and the
-// PairSums of its receivers and its senders (0 if only sizes matter). All ranks get the most bytes
-// that one rank moves, the bytes of all ranks, and 0.
+// Three numbers that the ranks exchange before data moves. Each rank sends the number of bytes that
+// it sends, the PairSum of its outgoing messages and the PairSum of its incoming ones (both 0 if
+// only sizes matter). Rank 0 answers with the most bytes of one rank, the bytes of all ranks, and
+// 0.
 using Volume = std::array<std::uint64_t, 3>;
 
 // Compares the Volumes of all ranks before an exchange, so that every rank has come before any byte
@@ -323,7 +324,7 @@ Result<std::vector<std::string>> Collective::NeighborAllToAll(std::span<const Le
       char& bits = named[static_cast<std::size_t>(peer)];
       if ((bits & bit) != 0) {
         return {Code::kInvalidArgument,
-                "messages between ranks: rank " + std::to_string(peer) + " is named twice"};
+                "messages between ranks: rank " + std::to_string(peer) + " is listed twice"};
       }
       bits = static_cast<char>(bits | bit);
       return {};

@@ -24,8 +24,8 @@ constexpr std::size_t kPhaseBytes = 40;
 constexpr std::size_t kFixedBytes = 68;
 constexpr std::size_t kChecksumAt = kFrameBytes - 8;
 static_assert(kFixedBytes + kPhaseBytes + kInlinePayload == kChecksumAt);
-// Failed jobs leave a few messages on a tag. More than this means a flood, or a connection that
-// fails at each call.
+// Maximum number of dropped messages. Failed jobs leave only a few on a tag, so more means a flood,
+// or a connection that fails at each call.
 constexpr std::uint32_t kMostDropped = 1 << 16;
 
 BufferView BytesView(const void* data, std::size_t size) {
@@ -35,8 +35,8 @@ BufferView BytesView(void* data, std::size_t size) {
   return BufferView::Host(DType::kU8, data, Dims{static_cast<std::int64_t>(size)});
 }
 
-// Whether bytes that are not a valid frame were one of this job before they changed: compares the
-// fields that are known beforehand.
+// Whether bytes that are not a valid frame were probably a frame of this job that changed in
+// transit: most bytes of the fields whose values are known in advance are right.
 bool IsFrameOf(const FrameBytes& bytes, const Communicator::Job& job) {
   ByteWriter w;
   w.U32(kFrameMagic);
@@ -154,13 +154,14 @@ Result<bool> FrameReceiver::Poll() {
     const Result<bool> next = done.ok() ? OnFrame() : done;
     if (!next.ok()) {
       // An earlier job may have left a message of another size, a withdrawn send, or bytes that are
-      // no frame.
+      // no frame; these are dropped.
       const Code code = next.status().code();
       const bool left = code == Code::kCancelled || code == Code::kDataLoss;
       if (begun_ || !left || (done.ok() && IsFrameOf(bytes_, job_))) return next;
       TENSORMOUNT_RETURN_IF_ERROR(Drop(next.status()));
     } else if (!next.value()) {
-      TENSORMOUNT_RETURN_IF_ERROR(Drop(Damaged("too many messages of earlier saves and loads")));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          Drop(Damaged("too many messages of earlier saves and loads arrived")));
     }
   }
 }
@@ -219,7 +220,8 @@ Status FrameReceiver::ReceivePayload() {
     received_.payload.resize(size);
   } catch (const std::exception&) {
     return {Code::kResourceExhausted, "message of rank " + std::to_string(peer_) +
-                                          ": no memory for its " + std::to_string(size) + " bytes"};
+                                          ": not enough memory for the " + std::to_string(size) +
+                                          " bytes of the message"};
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(
       request_, comm_.Receive(peer_, tag_, BytesView(received_.payload.data(), size)));
@@ -243,8 +245,9 @@ FrameReceiver::Received FrameReceiver::Take() {
   ByteReader in(told, "failure report of another rank");
   const Status status = ReadStatus(in);
   // A failure that cannot be decoded is still a failure.
-  out.frame.status =
-      status.ok() || !in.Finish().ok() ? Damaged("reports a failure that cannot be read") : status;
+  out.frame.status = status.ok() || !in.Finish().ok()
+                         ? Damaged("the message reports a failure, but the report is malformed")
+                         : status;
   return out;
 }
 

@@ -16,7 +16,7 @@
 #include "tensormount/status.h"
 
 // Messages of a Collective: a frame of fixed size and, if the payload does not fit into the frame,
-// a second message with the payload, whose size the frame announces. The first size is fixed
+// a second message with the payload, whose size the frame announces. The frame's size is fixed
 // because a receive must be posted with its memory before anything is known of the sender. A frame
 // carries its job, its number among the job's frames from that rank on that tag, and checksums of
 // itself and of the payload.
@@ -33,8 +33,8 @@ namespace tensormount {
 struct Frame {
   enum Kind : std::uint8_t {
     kHello = 1,         // "this job runs here": from now on silence of this rank counts
-    kContribution = 2,  // to rank 0: this rank came, with this status or payload
-    kWaiting = 3,       // from rank 0: the receiver came, other ranks have not
+    kContribution = 2,  // to rank 0: the sender has reached this call, with this status or payload
+    kWaiting = 3,       // from rank 0: keep waiting, not all ranks have contributed yet
     kVerdict = 4,       // from rank 0: the outcome
     kGaveUp = 5,        // to rank 0: this rank failed alone and leaves the job
     kLetter = 6,        // between any two: data of an exchange
@@ -51,13 +51,13 @@ struct Frame {
   std::uint8_t op = 0;
   std::uint64_t phase_hash = 0;
   std::string phase;  // For error messages; cut to what fits.
-  Status status;      // Message and fields travel as the payload (ToPayload).
+  Status status;      // The frame has the code; message and fields are the payload (ToPayload).
   std::uint64_t payload_size = 0;
   std::uint64_t payload_hash = 0;
 };
 
 inline constexpr std::size_t kFrameBytes = 256;
-// Largest payload inside the frame.
+// Largest payload, in bytes, that fits into the frame.
 inline constexpr std::size_t kInlinePayload = 140;
 // Maximum size of a payload: more than any gathered plan, so that a larger size means a damaged
 // frame.
@@ -110,7 +110,8 @@ class FrameReceiver {
   std::uint64_t PayloadComing() const {
     return stage_ == Stage::kPayload ? received_.frame.payload_size : 0;
   }
-  // Makes larger payloads fail with kDataLoss, before memory is allocated for them.
+  // Makes payloads of more than `most` bytes fail with kDataLoss, before memory is allocated for
+  // them.
   void LimitPayload(std::uint64_t most) { most_ = most; }
   void Cancel();
 

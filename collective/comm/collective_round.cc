@@ -55,10 +55,11 @@ std::uint32_t TagOf(const Communicator& comm, const Communicator::Job& job) {
   return kFirstTag + 4 * (turn * kAllChannels + comm.channel());
 }
 
-// Failure messages are cut to this number of bytes, so that they are always sent at once.
+// Limits, in bytes, of the message and of each text field of a failure (ShortenFailure), so that
+// communicators can send it without waiting for the receiver.
 constexpr std::size_t kMaxVerdictMessage = 2000;
 constexpr std::size_t kMaxVerdictField = 500;
-// Time after which rank 0 tells the ranks that came that it waits for others.
+// Time after which rank 0 tells the other ranks that it still waits.
 constexpr milliseconds kRemindAfter{50};
 // Time limit for sending a failure to the other ranks; ranks that can be reached receive it at
 // once.
@@ -150,7 +151,8 @@ class Backoff {
 
  private:
   static constexpr nanoseconds kShortest{50'000};
-  // About as long as it takes to wake a thread: most answers come sooner.
+  // Time of spinning before the first sleep: about as long as it takes to wake a thread. Most
+  // answers come sooner.
   static constexpr nanoseconds kSpin{200'000};
   static constexpr milliseconds kAlone{1};
   Communicator& comm_;
@@ -251,9 +253,9 @@ bool LivenessWatch::IsLost(int rank, Clock::time_point now) {
   return true;
 }
 
-// Whether a failure may be the cause of others. kCancelled is not: a rank whose work fails
-// withdraws its messages, so other ranks may fail with kCancelled before that rank reports the
-// cause.
+// Whether a failure may be the cause of other ranks' failures. kCancelled is not: a rank whose work
+// fails withdraws its messages, so other ranks may fail with kCancelled before that rank reports
+// the cause.
 bool IsCause(const Status& status) { return !status.ok() && status.code() != Code::kCancelled; }
 
 struct CollectiveEngine::Gathered {
@@ -277,8 +279,8 @@ struct CollectiveEngine::Gathered {
 
 namespace {
 
-// Clamps the limits: "no limit" (milliseconds::max(), 300 years) becomes a time that can be added
-// to others, and values below 1 ms become 1 ms.
+// Clamps the limits to [1 ms, kLongestWait], so that even milliseconds::max() ("no limit") can be
+// added to a point in time without overflow.
 Timeouts ClampTimeouts(const Timeouts& given) {
   constexpr milliseconds kShortest{1};
   const milliseconds total = given.total > milliseconds(0) ? given.total : kLongestWait;
@@ -505,7 +507,8 @@ Status CollectiveEngine::CheckArrivals(const Round& round, const Gathered& g,
   for (std::size_t r = 0; r < g.seats.size(); ++r) {
     const Gathered::Seat& seat = g.seats[r];
     const int rank = static_cast<int>(r);
-    // During an exchange other ranks may still need a rank that came.
+    // During an exchange other ranks may still need messages of a rank that came, so its silence
+    // counts, too.
     if ((!seat.arrived || round.work != nullptr) && r != 0 && watch_.IsLost(rank, now)) {
       silent.push_back(rank);
     } else if (!seat.arrived &&
@@ -650,7 +653,8 @@ Result<CollectiveEngine::VerdictPayload> CollectiveEngine::RunMember(const Round
       const Frame& f = in.frame;
       if (f.kind == Frame::kHello) continue;
       if (f.kind == Frame::kWaiting) {
-        // Rank 0 came, and waits up to its own limit for another rank.
+        // Rank 0 lives and waits for another rank up to its own limit, so this rank's limit starts
+        // again.
         if (f.round == round_) deadline = until(patience);
         continue;
       }
@@ -660,8 +664,8 @@ Result<CollectiveEngine::VerdictPayload> CollectiveEngine::RunMember(const Round
                                                                   std::string(round.phase) + "'"));
       }
       if (f.fatal) return Spend(f.status);
-      // A non-fatal verdict means that rank 0 has this rank's contribution; Drain only frees its
-      // memory.
+      // A non-fatal verdict means that rank 0 has this rank's contribution; Drain only waits until
+      // the communicator no longer uses its memory.
       Drain(std::max<Clock::duration>(
           kFailureSendLimit,
           std::min<Clock::duration>(timeouts_.liveness + AllowanceFor(round.payload.size()),
@@ -713,8 +717,8 @@ Status CollectiveEngine::CancelledWait(const Round& round, Clock::time_point now
 }
 
 Status CollectiveEngine::GiveUp(const Round& round, const Status& why) {
-  // Best effort, for the round that rank 0 would wait in next: this rank returns its failure
-  // whether or not rank 0 receives the frame.
+  // Best effort: tells rank 0, which would wait for this rank in the next round. This rank returns
+  // its failure whether or not rank 0 receives the frame.
   Frame frame = MakeFrame(round, Frame::kGaveUp);
   SendFailure(std::move(frame), why);
   Drain(kFailureSendLimit);

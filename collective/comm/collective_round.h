@@ -173,7 +173,7 @@ class CollectiveEngine {
   std::uint32_t data_tag() const { return tag_ + 2; }
   FrameSender& data_out() { return data_out_; }
   FrameReceiver& data_in(int from);
-  // The time limit for `bytes` at the slowest supported rate.
+  // The time limit for moving `bytes` at the slowest supported rate, 8 MB/s.
   static std::chrono::nanoseconds AllowanceFor(std::uint64_t bytes);
 
  private:
@@ -217,7 +217,8 @@ class CollectiveEngine {
   Status spent_;
   LivenessWatch watch_;
   FrameSender sender_;
-  std::vector<std::unique_ptr<FrameReceiver>> from_;  // By rank; on a member only rank 0's.
+  // Receivers by rank; a member has only the one for rank 0.
+  std::vector<std::unique_ptr<FrameReceiver>> from_;
   FrameSender data_out_;
   std::vector<std::unique_ptr<FrameReceiver>> data_in_;  // By rank, made on first use.
   std::unique_ptr<Heartbeat> heartbeat_;                 // Declared last, so that it stops first.

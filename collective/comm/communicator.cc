@@ -17,7 +17,7 @@ namespace tensormount {
 // State shared by a communicator with its channels and subgroups.
 struct Communicator::Root {
   std::mutex mutex;
-  using Group = std::pair<std::uint32_t, std::string>;  // Channel and ranks.
+  using Group = std::pair<std::uint32_t, std::string>;  // The communicator's channel_ and group_.
   std::map<Group, std::uint64_t> jobs;
   std::map<std::pair<Group, std::string>, std::shared_ptr<void>> kept;
   std::map<std::pair<std::string, std::string>, std::shared_ptr<void>> kept_by_ranks;
@@ -49,8 +49,8 @@ std::shared_ptr<void> Communicator::Kept(const std::string& name,
 
 std::shared_ptr<void> Communicator::KeptByRanks(
     const std::string& name, const std::function<std::shared_ptr<void>()>& make) {
-  // Leaves out the steps of the path that kept all ranks, so that a communicator and its channels
-  // share what is kept.
+  // Leaves out the empty steps of group_, which channels add, so that a communicator and its
+  // channels find the same object.
   static const std::string kSame = "> ";
   std::string ranks;
   for (std::size_t at = 0; at < group_.size();) {

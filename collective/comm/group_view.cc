@@ -102,8 +102,8 @@ class GroupView final : public Communicator {
   void KeepUp(int rank, bool wanted) override {
     if (rank >= 0 && rank < size()) parent_.KeepUp(Of(rank), wanted);
   }
-  // False for a subgroup: each rank requests heartbeats when it makes the subgroup, perhaps long
-  // after another rank.
+  // False if some ranks are left out or rank 0 is another one: then heartbeats with rank 0 begin
+  // only when each rank makes the subgroup, perhaps long after another rank.
   bool BeatsAlways() const override {
     return size() == parent_.size() && ranks_.front() == 0 && parent_.BeatsAlways();
   }
@@ -176,14 +176,15 @@ Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
     }
     if (seen[static_cast<std::size_t>(rank)]) {
       return Status(Code::kInvalidArgument,
-                    "make a subgroup: rank " + std::to_string(rank) + " is in it twice");
+                    "make a subgroup: rank " + std::to_string(rank) + " is listed twice");
     }
     seen[static_cast<std::size_t>(rank)] = true;
   }
   const auto self = std::find(ranks.begin(), ranks.end(), parent.rank());
   if (self == ranks.end()) {
-    return Status(Code::kInvalidArgument,
-                  "make a subgroup: rank " + std::to_string(parent.rank()) + " is not in it");
+    return Status(Code::kInvalidArgument, "make a subgroup: this rank (" +
+                                              std::to_string(parent.rank()) +
+                                              ") is not in the list of ranks");
   }
   auto view = std::make_unique<GroupView>(
       parent, ranks, static_cast<int>(self - ranks.begin()),

@@ -41,16 +41,17 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kPiece = 512 << 10;
-// Each stream may have one piece in flight, and more while all streams together have less than
-// this.
+// A stream may always have one piece in flight, and up to kPiecesPerStream while the pieces of all
+// streams in flight have less than kInFlight bytes.
 constexpr std::size_t kInFlight = 64 << 20;
 constexpr std::size_t kPiecesPerStream = 4;
 // A send of at most kSmall bytes is copied and reported done at once, while the copies that are not
 // yet sent to that peer total at most kSmallTotal bytes.
 constexpr std::size_t kSmall = 4096;
 constexpr std::size_t kSmallTotal = 256 << 10;
-// Limits for setting up, which all processes do at once, and for leaving, which one process may do
-// long after another (up to `Timeouts::arrival`): mpirun would end the others if one left alone.
+// Time limits. kSetUpLimit is for setting up, which all processes do at once. kLeaveLimit is for
+// leaving: one process may leave up to Timeouts::arrival after another, and mpirun would end the
+// others if one left without them. kTidyLimit is for transfers that are in progress at Release.
 constexpr std::chrono::seconds kSetUpLimit{300};
 constexpr std::chrono::seconds kLeaveLimit{1800};
 constexpr std::chrono::milliseconds kTidyLimit{200};
@@ -159,8 +160,9 @@ class MpiCommunicator final : public Communicator {
       }
     });
   }
-  // Ends a use, after a short wait for transfers in progress. Returns false if MPI has not finished
-  // a transfer: then the memory of the transfer stays, and this object must not be used again.
+  // Ends a use, after a short wait for transfers in progress. Returns false if MPI is finalized, a
+  // stream has failed, or MPI has not finished a transfer: then this object keeps its memory and
+  // must not be used again.
   bool Release() {
     StopPulse();
     std::vector<Request> left;
@@ -548,7 +550,8 @@ class MpiCommunicator final : public Communicator {
   std::vector<std::size_t> small_;  // Bytes of copied small sends, by peer.
   std::vector<Clock::time_point> last_heard_;
   std::vector<MPI_Request> beating_;
-  std::map<int, int> beat_to_;  // Peers to send heartbeats to: number of requests.
+  // Peers to which this rank sends heartbeats, each with its number of requests (KeepUp).
+  std::map<int, int> beat_to_;
   Clock::time_point last_beat_;
   Clock::duration interval_{};
   std::jthread pulse_;
@@ -626,7 +629,8 @@ class MpiWorlds {
   }
 
  private:
-  // Communicators that AgreeOnFree can find free. Those made beyond this number are used once.
+  // Number of communicators that AgreeOnFree can find free. Those made beyond this number are used
+  // once.
   static constexpr std::size_t kKept = 64;
   struct World {
     MpiCommunicator* comm = nullptr;
@@ -643,7 +647,7 @@ class MpiWorlds {
         if (!worlds_[i].used) mine |= std::uint64_t{1} << i;
       }
     }
-    // MPI may write here after this call has given up.
+    // On the heap, and leaked after a timeout, because MPI may still write there.
     const auto all = std::make_shared<std::array<std::uint64_t, 2>>();
     (*all)[0] = mine;
     MPI_Request request = MPI_REQUEST_NULL;

@@ -8,7 +8,8 @@
 namespace tensormount {
 
 bool UnderMpiLauncher() {
-  // Open MPI; MPICH, Intel MPI, Slurm's PMI; PMIx; MVAPICH.
+  // Set, in this order, by Open MPI; by MPICH, Intel MPI and Slurm's PMI (two names); by PMIx; by
+  // MVAPICH.
   for (const char* name :
        {"OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE"}) {
     if (std::getenv(name) != nullptr) return true;

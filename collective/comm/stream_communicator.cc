@@ -20,8 +20,8 @@ std::chrono::nanoseconds StreamBeatInterval(std::size_t ranks) {
          std::chrono::microseconds(100) * static_cast<std::int64_t>(ranks);
 }
 
-// A Test that finds nothing makes progress itself, for callers without Progress; but at most once
-// in this interval, because callers may test a thousand requests in a row.
+// With a hub, a Test that finds nothing makes progress itself, for callers without Progress; but at
+// most once in this interval, because callers may test a thousand requests in a row.
 constexpr std::chrono::microseconds kTurnAgain{50};
 
 }  // namespace
@@ -255,7 +255,7 @@ std::chrono::nanoseconds StreamCommunicator::SilentFor(int rank) const {
   std::lock_guard lock(mutex_);
   if (rank == rank_) return std::chrono::nanoseconds(0);
   const Peer& peer = peers_.at(static_cast<std::size_t>(rank));
-  if (!peer.stream) return Clock::now() - made_;  // Nothing was received yet.
+  if (!peer.stream) return Clock::now() - made_;  // Nothing was received from `rank` yet.
   return Clock::now() - peer.stream->last_heard();
 }
 

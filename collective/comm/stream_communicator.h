@@ -69,7 +69,7 @@ class StreamCommunicator final : public Communicator {
     bool used = false;
     int beats_wanted = 0;  // Number of KeepUp requests.
   };
-  // A request that is neither done nor cancelled.
+  // A request that Test has not reported as complete and Cancel has not ended.
   struct Entry {
     StreamPeer* peer = nullptr;  // Null: a message to this rank.
     StreamPeer::MessagePtr message;
@@ -91,7 +91,7 @@ class StreamCommunicator final : public Communicator {
   const std::chrono::nanoseconds interval_;
   std::atomic<std::uint64_t> changes_{0};
   mutable std::mutex mutex_;
-  std::unique_ptr<Communicator> self_;  // Carries what this rank sends to itself.
+  std::unique_ptr<Communicator> self_;  // Carries the messages of this rank to itself.
   const std::unique_ptr<StreamHub> hub_;
   std::vector<Peer> peers_;
   std::unordered_map<Request, Entry> requests_;

@@ -15,7 +15,7 @@ namespace tensormount {
 
 // Makes the streams of a group on first use and reports which of them have events, so that a rank
 // with thousands of peers touches only a few streams and waits for all of them at once. For one
-// thread at a time, except Wait and Wake. Outlives its streams.
+// thread at a time, except Wait and Wake. Must outlive its streams.
 class StreamHub {
  public:
   virtual ~StreamHub() = default;
@@ -27,7 +27,8 @@ class StreamHub {
   virtual void Poll(std::vector<int>* ready) = 0;
 
   // Returns once a Poll would find something, after Wake, or after `most`. Returns at once if
-  // `changed()` is true, which is checked when Wake already ends this call.
+  // `changed()` is true; it is called when Wake can already end this call, so that no change is
+  // missed.
   virtual void Wait(std::chrono::nanoseconds most, const std::function<bool()>& changed) = 0;
   // Ends the Waits of other threads.
   virtual void Wake() = 0;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages of one pair of ranks over a stream of bytes. Short messages are sent at once and copied
-// into place when asked for. Long messages are announced and sent when the other side has memory
-// for them, so that nothing large is buffered and the order of receives does not matter.
+// Messages of one pair of ranks over a stream of bytes. Short messages are sent at once, and the
+// receiving rank keeps them until a receive is posted. Long messages are announced, and sent when
+// the other side has posted a receive, so that nothing large is buffered and the order of receives
+// does not matter.
 #include "collective/comm/stream_peer.h"
 
 #include <algorithm>
@@ -323,8 +324,9 @@ void StreamPeer::OnHeader() {
     case kAbandon: {
       const auto it = filling_.find(in_.id);
       if (it != filling_.end()) {
-        it->second->Finish(
-            Status(Code::kCancelled, "rank " + std::to_string(rank_) + " withdrew a message"));
+        it->second->Finish(Status(
+            Code::kCancelled,
+            "rank " + std::to_string(rank_) + " withdrew a message that it had begun to send"));
         filling_.erase(it);
         return;
       }
@@ -345,7 +347,8 @@ void StreamPeer::OnHeader() {
 
 void StreamPeer::OnSmall() {
   if (in_.size > kSmall) {
-    BreakStream("a small message is too large");
+    BreakStream("a short message has " + std::to_string(in_.size) + " bytes, the limit is " +
+                std::to_string(kSmall));
     return;
   }
   const auto size = static_cast<std::size_t>(in_.size);
@@ -362,11 +365,12 @@ void StreamPeer::OnSmall() {
   } else {
     if (early_bytes_ + Cost(size) > kCredit) {
       in_payload_ = false;
-      BreakStream("more bytes were sent than flow control allows");
+      BreakStream("that rank sent more bytes than flow control allows");
       return;
     }
     early_bytes_ += Cost(size);
-    in_owned_.resize(std::max<std::size_t>(size, 1));  // Never empty: marks a message to keep.
+    // At least one byte: OnPayloadEnd takes a non-empty in_owned_ for a message without a receive.
+    in_owned_.resize(std::max<std::size_t>(size, 1));
     in_dest_ = in_owned_.data();
   }
   if (size == 0) OnPayloadEnd();

@@ -21,7 +21,7 @@ namespace tensormount {
 // One end of a connection between two ranks: messages in frames over a stream of bytes.
 //
 // Small messages are sent at once, up to the sender's credit (bytes that the receiver agrees to
-// keep), and the receiver keeps them until they are asked for. Large messages, and small ones
+// keep), and the receiver keeps them until a receive is posted. Large messages, and small ones
 // without credit, are announced (kAnnounce), asked for (kReady) and sent in pieces from the
 // sender's memory straight to the receiver's, so that the receiver stores nothing unexpected and a
 // waiting message blocks none behind it. Heartbeats go between the pieces.
@@ -41,23 +41,23 @@ namespace tensormount {
 class StreamPeer {
  public:
   using Clock = std::chrono::steady_clock;
-  // Messages up to this size are sent without being asked for, while there is credit; larger
+  // Messages up to this size are sent without an announcement while there is credit; larger
   // messages are announced.
   static constexpr std::size_t kSmall = 4096;
-  // Bytes of small messages, with headers, that the other end keeps for us before they are asked
-  // for. Bounds the memory that a sender can fill at a rank that never receives.
+  // Bytes of small messages, with headers, that a receiver keeps for one sender while no receive is
+  // posted for them. Bounds the memory that a sender can fill at a rank that never receives.
   static constexpr std::size_t kCredit = 256 << 10;
   // Size of the pieces in which large messages are sent. Messages take turns, so that none delays
   // the others and a heartbeat is at most one piece late.
   static constexpr std::size_t kPiece = 256 << 10;
 
-  // One request, shared with the communicator's table.
+  // One send or receive, shared with the request table of StreamCommunicator.
   struct Message {
     std::uint32_t tag = 0;
     std::byte* data = nullptr;
     std::size_t size = 0;
-    std::size_t moved = 0;  // Bytes handed to the stream, or filled.
-    std::uint64_t id = 0;   // Set for large sends, by the sender.
+    std::size_t moved = 0;  // Bytes handed to the stream, or received.
+    std::uint64_t id = 0;   // Set by the sender, for announced messages.
     bool done = false;
     Status status;  // Set once done.
 
@@ -68,7 +68,7 @@ class StreamPeer {
   };
   using MessagePtr = std::shared_ptr<Message>;
 
-  // `changes` is incremented for each movement except heartbeats; outlives this.
+  // `changes` counts movements of bytes, except heartbeats. It must outlive this object.
   StreamPeer(int rank, std::unique_ptr<ByteStream> stream, std::atomic<std::uint64_t>& changes);
   StreamPeer(const StreamPeer&) = delete;
   StreamPeer& operator=(const StreamPeer&) = delete;
@@ -99,13 +99,14 @@ class StreamPeer {
  private:
   enum Kind : std::uint32_t {
     kHeartbeat = 1,
-    kMessage = 2,   // tag, size: a whole small message follows.
-    kAnnounce = 3,  // tag, id, size: announces a message.
-    // id; aux 0: send the message; 1: it is empty or of a wrong size and counts as delivered.
+    kMessage = 2,   // Fields tag and size; the bytes of a small message follow.
+    kAnnounce = 3,  // Fields tag, id and size: announces a message.
+    // Field id; with aux 0 asks for the message, with 1 says that it is empty or of a wrong size
+    // and counts as delivered.
     kReady = 4,
-    kData = 5,        // id, size: the next piece follows.
-    kCreditBack = 6,  // size: bytes of small messages that were taken.
-    kAbandon = 7,     // id: the sender cancelled the message.
+    kData = 5,        // Fields id and size; the next piece of the message follows.
+    kCreditBack = 6,  // Field size: bytes of small messages, with headers, that the receiver took.
+    kAbandon = 7,     // Field id: the sender cancelled the message.
   };
   struct Header {
     // A checksum of the following fields (HeaderCheck). TCP's own checksum of 16 bits misses one
@@ -126,12 +127,12 @@ class StreamPeer {
     Header header;
     const std::byte* payload = nullptr;
     std::size_t payload_size = 0;
-    std::vector<std::byte> owned;  // Payload bytes after a cancel.
+    std::vector<std::byte> owned;  // The payload, copied when the message is cancelled.
     std::size_t written = 0;
     MessagePtr message;  // Finished when this frame is written, if `last`.
     bool last = false;
   };
-  // A message that arrived, or was announced, before it was asked for.
+  // A message that arrived, or was announced, before a receive was posted for it.
   struct UnexpectedMessage {
     bool small = false;
     std::vector<std::byte> bytes;
@@ -160,8 +161,8 @@ class StreamPeer {
   std::atomic<std::uint64_t>& changes_;
   bool write_closed_ = false;
   bool read_closed_ = false;
-  Status why_;        // Reason, once read_closed_.
-  Status write_why_;  // Reason, once write_closed_.
+  Status why_;        // Why reading ended; set with read_closed_.
+  Status write_why_;  // Why writing ended; set with write_closed_.
   Clock::time_point last_heard_;
   Clock::time_point sent_;
 
@@ -169,8 +170,10 @@ class StreamPeer {
   // until its last part is queued.
   std::deque<Out> out_;
   std::map<std::uint64_t, MessagePtr> announced_;
-  std::deque<MessagePtr> streaming_;  // Messages that the other end asked for, sent in turns.
-  std::size_t credit_ = kCredit;      // Bytes of small messages that may still be sent unasked.
+  // Messages for which the other end sent kReady; sent in turns.
+  std::deque<MessagePtr> streaming_;
+  // Bytes of small messages that may still be sent without an announcement.
+  std::size_t credit_ = kCredit;
   std::uint64_t next_id_ = 1;
 
   // Input: the frame that is being read.
@@ -181,11 +184,11 @@ class StreamPeer {
   std::byte* in_dest_ = nullptr;  // Null: the bytes are dropped.
   MessagePtr in_message_;
   std::vector<std::byte> in_owned_;
-  // By tag: messages that came before they were asked for (early_), and receives that wait for a
+  // By tag: messages that came before a receive was posted (early_), and receives that wait for a
   // message (posted_). A tag is never in both.
   std::map<std::uint32_t, std::deque<UnexpectedMessage>> early_;
   std::map<std::uint32_t, std::deque<MessagePtr>> posted_;
-  // Large messages being received, by the sender's id.
+  // Announced messages that are being received, by the id that the sender gave.
   std::map<std::uint64_t, MessagePtr> filling_;
   std::size_t early_bytes_ = 0;
   std::size_t early_announced_ = 0;  // Number of announcements in early_.

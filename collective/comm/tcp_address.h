@@ -38,8 +38,10 @@ using TcpId = std::array<std::uint8_t, 16>;
 
 // The address that a rank publishes to the others.
 struct TcpAddress {
-  TcpId listener{};  // Random, for this group in this process.
-  TcpId machine{};   // Kernel and network namespace: shared by ranks that can use Unix sockets.
+  TcpId listener{};  // Random; identifies the listener of one TcpGroup.
+  // Identifies boot and network namespace (MachineBootId): equal for ranks that can reach each
+  // other by Unix sockets.
+  TcpId machine{};
   bool has_unix = false;
   std::uint32_t pid = 0;
   std::string host;

@@ -81,7 +81,7 @@ class ListeningTcpGroup final : public TcpGroup {
 std::string HostName() {
   char name[256] = "";
   if (::gethostname(name, sizeof(name) - 1) != 0) return "unknown";
-  // The name appears between brackets in messages, and as text in an address.
+  // Messages show the name in parentheses, so characters that could be misread there are replaced.
   std::string out;
   for (const char c : std::string(name)) {
     const bool plain = c > ' ' && c < 0x7f && c != '(' && c != ')' && c != ',';

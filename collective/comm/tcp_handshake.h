@@ -21,8 +21,8 @@ namespace tensormount {
 //
 //   dialler                                        listener
 //   hello(from, to, group, nonce)  ------------->  hash right, for this very listener? else closes
-//                                  <-------------  answer(code, nonce), hash over hello's too
-//   confirm: hash over answer's    ------------->  the stream is open at both ends
+//                                  <-------------  answer(code, nonce), hashed with hello's hash
+//   confirm (hashes answer's hash) ------------->  the stream is open at both ends
 //   messages                       <------------>  messages
 //
 // Until the dialler has sent its confirmation it may give up and dial again; after that the

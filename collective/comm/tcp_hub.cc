@@ -150,7 +150,8 @@ void TcpHub::ScanSockets(std::vector<int>* ready) {
   if (accept_again_ && now < *accept_again_) group_.ScheduleTick(*accept_again_);
   if (accept_again_ && now >= *accept_again_) {
     accept_again_.reset();
-    (void)WatchListeners();  // Fails only for memory, which was just freed.
+    // Can fail only for lack of kernel memory, which Unwatch freed before the pause.
+    (void)WatchListeners();
   }
   if (group_.options.keep_alive > milliseconds(0)) {
     if (now >= check_at_) {
@@ -227,8 +228,8 @@ void TcpHub::Admit(TcpSocket socket, bool is_unix, std::vector<int>* ready) {
   if (is_unix) {
     if (!IsSameUser(socket.fd())) return;
   } else {
-    // The socket listens on all of its addresses; connections at an unpublished address are
-    // refused.
+    // The socket may listen on all addresses of the machine; connections at an unpublished address
+    // are refused.
     const std::vector<IpAddress>& ours = group_.own.candidates;
     IpAddress at;
     if (!LocalAddress(socket.fd(), &at)) return;

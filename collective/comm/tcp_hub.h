@@ -59,7 +59,7 @@ class TcpHub final : public StreamHub {
     bool watched = false;
     Clock::time_point deadline;
     HandshakeFrame hello{};
-    std::size_t have = 0;  // Bytes of the current frame.
+    std::size_t have = 0;  // Received bytes of the current frame.
     // The following fields are set once the hello was valid.
     int peer = -1;
     HandshakeFrame answer{};

@@ -28,7 +28,8 @@ Result<TcpSocket> MakeSocket(int family, const std::string& what) {
 }
 
 void SetOption(int fd, int level, int name, int value) {
-  // Without the option the connection is slower or ends later, but works.
+  // Failures are ignored: without the options of TuneTcp a connection works, but is slower or
+  // notices a dead peer later; the options of ListenTcp are supported wherever the socket is.
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 

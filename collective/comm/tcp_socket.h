@@ -18,7 +18,7 @@ namespace tensormount {
 
 // The system calls of a TCP group. None of them waits; all descriptors are close-on-exec.
 
-// Owns a descriptor. After it is closed, the kernel still sends bytes that were written.
+// Owns a descriptor. After Close the kernel still sends bytes that were written.
 class TcpSocket {
  public:
   TcpSocket() = default;
@@ -42,9 +42,9 @@ class TcpSocket {
 class EpollSet {
  public:
   static Result<EpollSet> Make();
-  // Unwatch does nothing for a descriptor that is not watched.
   Status Watch(int fd, std::uint32_t events, std::uint64_t key);
   void Rewatch(int fd, std::uint32_t events, std::uint64_t key);
+  // Does nothing for a descriptor that is not watched.
   void Unwatch(int fd);
   std::span<const epoll_event> Poll(std::span<epoll_event> room);
   // The epoll descriptor, which is readable if a watched descriptor has an event.
@@ -68,7 +68,7 @@ struct TcpRoute {
 // Begins to connect; sets `done` if it connected at once. ToErrno() of a failure gives the system's
 // error.
 Result<TcpSocket> BeginDial(const TcpRoute& route, const TcpAddress& to, bool* done);
-// The result of a dial in progress.
+// The error of a dial in progress (SO_ERROR); ok if there is none.
 Status DialResult(int fd);
 
 // Whether accept failed for this connection only, and may succeed for the next one.
@@ -78,9 +78,9 @@ bool IsOutOfDescriptors(int err);
 bool IsSameUser(int fd);
 // Disables delays of small messages, and sends keep-alive probes to a silent peer.
 void TuneTcp(int fd, std::chrono::milliseconds keep_alive);
-// False if bytes were retransmitted for `limit` and the peer's machine sent nothing.
-// TCP_USER_TIMEOUT is not used, because it also ends connections whose peer lives and does not read
-// for long.
+// False if sent bytes were retransmitted and are still unacknowledged, and the last acknowledgement
+// of the peer's machine is at least `limit` old. TCP_USER_TIMEOUT is not used, because it also ends
+// connections whose peer lives and does not read for long.
 bool IsPeerResponsive(int fd, std::chrono::milliseconds limit);
 // Whether the peer's machine has acknowledged all written bytes.
 bool AreAllBytesAcknowledged(int fd);

@@ -18,8 +18,8 @@ using std::chrono::milliseconds;
 
 // How long the side that need not dial waits for the other side to dial.
 constexpr milliseconds kGrace{200};
-// How long this rank's hello may be unanswered before it answers the hello of a lower rank instead,
-// and how long a peer has to confirm an answered hello before this side dials.
+// How long this rank refuses the hello of a lower rank (kBusy) while its own hello is unanswered,
+// and how long a peer has to confirm an answered hello before this rank dials.
 constexpr milliseconds kPatience{5000};
 constexpr milliseconds kFirstPause{10};
 constexpr milliseconds kLongestPause{1000};
@@ -88,7 +88,7 @@ void TcpStream::FlushKept() {
                              MSG_DONTWAIT | MSG_NOSIGNAL);
     const Result<std::size_t> moved = TransferResult(n, errno);
     if (!moved.ok()) {
-      // Bytes that the peer sent before it left are still to be read.
+      // The stream stays open, because bytes that the peer sent before it left can still be read.
       kept_.clear();
       kept_sent_ = 0;
       return;
@@ -161,8 +161,8 @@ bool TcpStream::TryClose() {
   if (!kept_.empty()) return false;
   if (!shut_) ::shutdown(socket_.fd(), SHUT_WR);
   shut_ = true;
-  // Reads and drops what arrives: unread bytes would turn the close into a reset, which drops bytes
-  // that are still on their way to the peer.
+  // Reads and drops arriving bytes: unread bytes would turn the close into a reset, which drops
+  // bytes that are still on their way to the peer.
   char scratch[16 << 10];
   ssize_t n;
   do {
@@ -238,8 +238,9 @@ void TcpStream::Dial(Clock::time_point now) {
 
 void TcpStream::SendHello(Clock::time_point now) {
   if (is_unix_ && !IsSameUser(socket_.fd())) {
-    return OnDialFailed(Status(Code::kPermissionDenied, "its Unix socket belongs to another user"),
-                        now);
+    return OnDialFailed(
+        Status(Code::kPermissionDenied, "the Unix socket of that rank belongs to another user"),
+        now);
   }
   TcpHello hello;
   hello.from = static_cast<std::uint32_t>(group_.rank);
@@ -292,10 +293,10 @@ void TcpStream::OnAnswer(Clock::time_point now) {
     // A peer that kept the connection for a while was busy, not unreachable.
     if (now - hello_at_ > kLongestPause) missed_since_.reset();
     ++unanswered_;
-    return OnDialFailed(
-        Status(Code::kUnavailable,
-               "it closed the connection before it answered; do both ranks have the same token?"),
-        now);
+    return OnDialFailed(Status(Code::kUnavailable,
+                               "that rank closed the connection before it answered; check that all "
+                               "ranks have the same token"),
+                        now);
   }
   answer_have_ += static_cast<std::size_t>(n);
   if (answer_have_ < answer_.size()) return;
@@ -303,7 +304,9 @@ void TcpStream::OnAnswer(Clock::time_point now) {
   if (!answer) {
     ++unanswered_;
     return OnDialFailed(
-        Status(Code::kDataLoss, "the process that answers there is not a rank of this group"), now);
+        Status(Code::kDataLoss,
+               "the process that answers at its address is not a rank of this group"),
+        now);
   }
   const std::string they = "rank " + std::to_string(peer_) + peer_suffix_;
   switch (*answer) {
@@ -351,8 +354,8 @@ void TcpStream::OnDialFailed(const Status& why, Clock::time_point now) {
   Drop();
   if (!missed_since_) missed_since_ = now;
   const bool refused = why.ToErrno() == ECONNREFUSED;
-  // On the same machine a missing Unix socket means that the process is gone.
   refused_ += refused ? 1 : 0;
+  // On the same machine a missing Unix socket means that the process is gone.
   const bool neighbour_gone = refused && route_ < routes_.size() && routes_[route_].is_unix;
   const std::string they = "rank " + std::to_string(peer_) + peer_suffix_;
   if (now - *missed_since_ >= group_.options.connect_timeout || unanswered_ >= kMostUnanswered) {

@@ -127,7 +127,7 @@ class TcpStream final : public ByteStream {
   const TcpAddress address_;
   const std::string peer_suffix_;
   State state_ = State::kIdle;
-  Status why_;  // Reason, set once kEnded.
+  Status why_;  // Why the stream ended; set in state kEnded.
   TcpSocket socket_;
   bool is_unix_ = false;
 

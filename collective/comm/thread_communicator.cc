@@ -37,8 +37,8 @@ constexpr std::size_t kEagerMessage = 4096;
 constexpr std::size_t kEagerTotal = 1 << 20;
 constexpr std::size_t kEagerOverhead = 64;
 
-// Size from which a copy bypasses the caches: it exceeds them, and another core's thread reads the
-// result.
+// Size in bytes from which a copy bypasses this core's caches, because a thread on another core
+// reads the result.
 constexpr std::size_t kBulkMessage = 64 * 1024;
 
 void CopyMessage(std::byte* to, const std::byte* from, std::size_t size) {
@@ -50,7 +50,7 @@ void CopyMessage(std::byte* to, const std::byte* from, std::size_t size) {
   EndStream();
 }
 
-// One side of a message.
+// One side of a message: a send or a receive.
 struct Op {
   enum State : int { kPending, kCopying, kDone };
 
@@ -62,7 +62,7 @@ struct Op {
   std::size_t size = 0;
   std::vector<std::byte> owned;  // The bytes of an eager send.
   bool eager = false;
-  Status status;  // Written before kDone is stored, read after it is seen.
+  Status status;  // Written before `state` becomes kDone, read only afterwards.
   std::atomic<int> state{kPending};
 
   void Finish(Status s) {
@@ -89,15 +89,16 @@ std::uint64_t KeyOf(int from, std::uint32_t tag) {
   return static_cast<std::uint64_t>(from) << 32 | tag;
 }
 
-// Wakes the threads of one rank when other ranks did something for it. The threads sleep meanwhile,
-// because a thousand polling ranks take the time of ranks that work.
+// Wakes the threads of one rank when another rank finishes one of its requests. The threads sleep
+// meanwhile, because a thousand polling ranks take the time of ranks that work.
 class WakeEvent {
  public:
   std::uint64_t rung() const { return rung_.load(std::memory_order_acquire); }
   void Notify() {
     rung_.fetch_add(1, std::memory_order_seq_cst);
     if (waiting_.load(std::memory_order_seq_cst) == 0) return;
-    { std::lock_guard lock(mutex_); }  // No waiter is between check and sleep.
+    // Waits for threads that have checked rung_ but do not sleep yet.
+    { std::lock_guard lock(mutex_); }
     changed_.notify_all();
   }
   void Wait(std::uint64_t seen, std::chrono::nanoseconds most) {
@@ -279,7 +280,8 @@ class ThreadCommunicator final : public Communicator {
     group_->Finish(*send, {});
   }
 
-  // The entry to queue for a send: the send itself, or a copy, which completes the send.
+  // Returns the entry to queue for a send: the send itself or, if it is small, a copy of its bytes,
+  // and then the send is finished.
   static OpPtr MakeEager(Mailbox& box, const OpPtr& op) {
     std::size_t& used = box.eager_bytes[Index(op->from)];
     if (op->size > kEagerMessage || used + op->size + kEagerOverhead > kEagerTotal) return op;
@@ -316,7 +318,8 @@ class ThreadCommunicator final : public Communicator {
     while (!op->done()) std::this_thread::yield();
   }
 
-  // Fails requests that wait for this rank or send to it. Its eager sends stay available.
+  // Fails other ranks' requests that wait for this rank or send to it. Eager sends of this rank
+  // stay available.
   void Disconnect() {
     group_->gone[Index(rank_)].store(true);
     for (std::size_t r = 0; r < group_->boxes.size(); ++r) {
@@ -378,7 +381,8 @@ Status RunOnThreads(int ranks, const std::function<Status(Communicator&)>& body)
       } catch (const std::exception& e) {
         results[r] = Status(Code::kInternal, std::string("exception: ") + e.what());
       } catch (...) {
-        results[r] = Status(Code::kInternal, "unknown exception");
+        results[r] =
+            Status(Code::kInternal, "internal error: an exception of an unknown type was thrown");
       }
       group[r].reset();  // Fails requests that still wait for this rank.
     });

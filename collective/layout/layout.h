@@ -76,7 +76,8 @@ struct LayoutRules {
 // Finds errors in the combined layout. Pure: the same on every machine. Checks that dtypes and
 // shapes of a key agree, its shards cover every cell exactly once except for replicas, labels of
 // replicas name one main holder, grids of objects are complete, and no layer's name is another key.
-// To add a check, add a function and a kind of finding in layout_judge.cc.
+// To add a check, add a function in layout_judge.cc and a FindingKind in validate.h
+// (docs/architecture.md, "A check of a layout").
 LayoutReport CheckLayout(const LayoutTable& table, const LayoutRules& rules);
 // Merges reports about disjoint sets of keys into one report with at most `limit` findings and
 // `limit` warnings.

@@ -65,8 +65,8 @@ LayoutCauses::LayoutCauses(int world, const RegionSet& regions,
   }
 }
 
-// Looks for a transposed grid: the ranks hold its cells in row order, but some hold cell (j, i)
-// where (i, j) was expected, and no rank holds the expected cells.
+// Looks for a transposed grid: the ranks, in rising order, should hold its cells row by row, but
+// some hold cell (j, i) where (i, j) was expected, and no rank holds the expected cells.
 std::string LayoutCauses::FindTransposed() const {
   if (!all_boxes_ || coverage_.missing.empty() || !coverage_.overlaps.empty()) return {};
   std::vector<int> axes;

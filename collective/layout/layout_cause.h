@@ -13,10 +13,10 @@
 
 namespace tensormount {
 
-// The likely cause of an invalid layout as text: "rank 5 holds what rank 4 should", not only that
-// cells are missing. Each function below finds the pattern of one known mistake in a trainer, and
-// reports it only if the pattern explains every cell that it claims to explain. Patterns look at
-// all regions, some at pairs of regions, so they run only if the layout has errors.
+// The likely cause of an invalid layout as text, such as "rank 5 reports the box of rank 4: wrong
+// tensor-parallel rank?". Each function below looks for the pattern of one known mistake in a
+// trainer, and checks it against the layout before it reports the mistake. Patterns look at all
+// regions, some at pairs of regions, so they run only if the layout has errors.
 class LayoutCauses {
  public:
   // `regions`: the distinct regions of one tensor. `holders`: by region, the ranks that hold it,
@@ -29,10 +29,11 @@ class LayoutCauses {
   std::string CauseOfOverlap(const Box& box, const std::vector<std::uint32_t>& regions) const;
 
  private:
-  // The following functions look for patterns that explain all holes and overlaps at once. They are
-  // tried in this order, and the first that fits is reported for every hole and overlap. A function
-  // returns an empty string if its pattern does not fit. Ranks exchanged the coordinates of their
-  // position in a grid: (j, i) instead of (i, j).
+  // The functions from FindTransposed to FindAllShort each look for one pattern that explains all
+  // holes and overlaps at once, and return an empty string if it does not fit. The constructor
+  // tries them in this order; the first that fits is reported for every hole and overlap.
+  // FindTransposed: ranks exchanged the coordinates of their position in a grid, (j, i) instead of
+  // (i, j).
   std::string FindTransposed() const;
   // A region has two of its axes exchanged: it overlaps other regions and, swapped back, fills a
   // hole.

@@ -157,8 +157,8 @@ class LayoutChecker {
     if (!tensor->labels.empty()) CheckLabels(*tensor, distinct, &groups);
   }
 
-  // Groups of claims with equal regions. A claim is a region that one layout has: its position in
-  // the columns of the table.
+  // Groups of claims with equal regions. A claim is the region of one layout in the tensor's
+  // columns (TableTensor::regions), referred to by its position there.
   struct Groups {
     Groups(const std::vector<std::uint32_t>& group_of, std::size_t groups)
         : begin(groups + 1), claims(group_of.size()) {

@@ -38,11 +38,12 @@ Status DecodeRound(std::string_view bytes, std::size_t rank, std::size_t world, 
   }
   if (flags > kFailedFlag)
     return Status(Code::kDataLoss,
-                  who + ": its first message of this check is damaged (unknown flags)");
+                  who + ": the first message of this rank is damaged (unknown flags)");
   m.failed = flags == kFailedFlag;
   if (m.world != (world & 0xffff)) {
-    return Status(Code::kInvalidArgument, who + " is in a group of another size than the " +
-                                              std::to_string(world) + " ranks of rank 0");
+    return Status(Code::kInvalidArgument,
+                  who + " is in a group of another size than rank 0, whose group has " +
+                      std::to_string(world) + " ranks");
   }
   return Status();
 }
@@ -53,7 +54,8 @@ Status ReadNumbers(ByteReader& in, std::uint32_t world, std::vector<std::uint32_
   for (std::uint32_t i = 0; i < count; ++i) {
     numbers.push_back(in.U32());
     if (numbers.back() >= world) {
-      return Status(Code::kDataLoss, "answer of rank 0: names a rank that does not exist");
+      return Status(Code::kDataLoss,
+                    "answer of rank 0: the answer refers to a rank that does not exist");
     }
   }
   return in.status();
@@ -175,7 +177,7 @@ Result<RoundAnswer> DecodeAnswer(std::string_view bytes, std::uint32_t world) {
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   if (next > static_cast<std::uint8_t>(RoundAnswer::Next::kOptionsDiffer) ||
       answer.differing_rank >= world || answer.owners == 0 || answer.owners > world) {
-    return Status(Code::kDataLoss, "answer of rank 0: a field has a value that cannot be");
+    return Status(Code::kDataLoss, "answer of rank 0: a field has an invalid value");
   }
   answer.next = static_cast<RoundAnswer::Next>(next);
   return answer;

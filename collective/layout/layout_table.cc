@@ -120,8 +120,8 @@ Status LayoutTable::Rep::AddShards(std::string_view records, std::string_view wh
     }
     Tensor& tensor = tensors[ids[record.tensor]];
     if (ShardSlots(tensor.regions.rank()) != Slots) {
-      return DataLoss(
-          what, "tensor " + tensor.meta.key() + ": a shard record has another number of axes");
+      return DataLoss(what, "tensor " + tensor.meta.key() +
+                                ": a shard record has another number of axes than the tensor");
     }
     const std::size_t before = tensor.regions.size();
     const bool within = record.flat ? tensor.regions.AddFlat(record.begin, record.extent,

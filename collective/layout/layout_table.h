@@ -15,7 +15,8 @@
 
 // The implementation of LayoutTable, for layout_judge.cc and layout_make.cc; all other files use
 // layout.h. One rank of a large job gets millions of regions of some thousand tensors, so the
-// memory for each region matters: regions are numbers in columns, without duplicates.
+// memory for each region matters: regions are numbers in columns, and ranks with equal layouts
+// share one entry.
 
 namespace tensormount {
 
@@ -30,7 +31,8 @@ struct LayoutTable::Rep {
     RegionSet regions;                 // `owner` of a region: the number of its layout.
     std::vector<std::uint32_t> items;  // By region: the shard's position in the state dict.
     std::vector<Replica> labels;       // By region; empty while all are unlabelled.
-    // Numbers of the layouts with the tensor, even if without cells; rising.
+    // Numbers, rising, of the layouts that have the tensor, including those without any of its
+    // cells.
     std::vector<std::uint32_t> layouts_with_tensor;
     // The tensor after this one in the last layout that had this one; predicts the order in the
     // next layout.

@@ -25,7 +25,7 @@ std::string SizeText(std::uint64_t bytes) {
   std::size_t unit = 0;
   std::uint64_t tenths = bytes;
   for (; tenths >= 1024 && unit < 6; ++unit) {
-    // Multiplies by ten once the number is small enough for a decimal.
+    // The last division keeps one decimal digit: it multiplies by ten first.
     if (tenths / 1024 < 1024) {
       tenths = tenths * 10 / 1024;
       ++unit;
@@ -224,17 +224,19 @@ Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what) {
   }
   const std::uint32_t count = in.U32();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  if (count > in.left() / kMinFindingBytes) return broken("has fewer bytes than its findings need");
+  if (count > in.left() / kMinFindingBytes)
+    return broken("the message is too short for the findings that it announces");
   for (std::uint32_t i = 0; i < count; ++i) {
     Finding finding;
     const std::uint8_t kind = in.U8();
     finding.kind = static_cast<FindingKind>(kind);
     if (FindingKindName(finding.kind) == kUnknownKind) {
-      return broken("has a finding of an unknown kind");
+      return broken("the message has a finding of an unknown kind");
     }
     finding.key = in.String(kMaxReportMessage);
     const std::uint32_t ranks = in.U32();
-    if (ranks > in.left() / 4) return broken("has fewer bytes than its ranks need");
+    if (ranks > in.left() / 4)
+      return broken("the message is too short for the ranks that it announces");
     for (std::uint32_t r = 0; r < ranks; ++r) {
       finding.ranks.push_back(static_cast<int>(in.U32() & 0x7fffffffu));
     }
@@ -253,7 +255,8 @@ Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what) {
     report.findings.push_back(std::move(finding));
   }
   const std::uint32_t warnings = in.U32();
-  if (warnings > in.left() / 4) return broken("has fewer bytes than its warnings need");
+  if (warnings > in.left() / 4)
+    return broken("the message is too short for the warnings that it announces");
   for (std::uint32_t i = 0; i < warnings; ++i) {
     report.warnings.emplace_back(in.String(kMaxReportMessage));
   }

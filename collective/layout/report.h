@@ -9,7 +9,7 @@
 
 #include "base/coding.h"
 
-// Appends a report to a message.
+// The encoding of a LayoutReport in messages between ranks.
 
 namespace tensormount {
 

@@ -16,10 +16,10 @@
 #include "shard/tensor_meta.h"
 #include "state/shard_rule.h"
 
-// The described layout of a whole job (docs/spec.md): parsed, not yet cut. A description of 4,096
-// ranks stays small, because rules state what the ranks hold: shards are made only while one batch
-// of tensors is checked (spec_check.cc). Texts that many tensors share (rules, sets of ranks) are
-// stored once, and referred to by position.
+// The described layout of a whole job (docs/spec.md), parsed from JSON, before any shards are made.
+// A description of 4,096 ranks stays small, because rules state what the ranks hold: shards are
+// made only while one batch of tensors is checked (spec_check.cc). Texts that many tensors share
+// (rules, sets of ranks) are stored once, and referred to by position.
 
 namespace tensormount {
 

@@ -192,7 +192,7 @@ LayoutHashes LayoutEncoder::Hashes() const {
   LayoutHashes hashes;
   hashes.tensors = tensors.Value();
   if (objects_.size() == 0) return hashes;
-  hashes.objects = Xxh3Low64(places_) | 1;  // 0 means no objects.
+  hashes.objects = Xxh3Low64(places_) | 1;  // Never 0, which means no objects.
   hashes.contents = Xxh3Low64(objects_.bytes) | 1;
   return hashes;
 }
@@ -267,13 +267,14 @@ Result<LayoutHeader> ReadLayoutHeader(ByteReader& in, std::string_view what) {
   header.objects = in.U32();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (magic != kLayoutMagic || version != kLayoutVersion) {
-    return DataLoss(what, "not a layout of this version");
+    return DataLoss(what, "the message is not a layout in the format of this version");
   }
   // Checked before memory is allocated for these counts; the sum cannot overflow.
   const std::uint64_t least = header.short_shards * kShortShardBytes +
                               header.long_shards * kLongShardBytes +
                               header.objects * kMinObjectBytes + header.tensors * std::uint64_t{6};
-  if (least > in.left()) return DataLoss(what, "has fewer bytes than its entries need");
+  if (least > in.left())
+    return DataLoss(what, "the message is too short for the entries that it announces");
   return header;
 }
 
@@ -322,7 +323,8 @@ Result<DecodedLayout> DecodeLayout(std::string_view encoded, std::string_view wh
     }
     const TensorMeta& meta = layout.tensors[record.tensor];
     if ((meta.shape().rank() <= kShortShardRank) != is_short) {
-      return DataLoss(what, "tensor " + meta.key() + ": a shard record has another number of axes");
+      return DataLoss(what, "tensor " + meta.key() +
+                                ": a shard record has another number of axes than the tensor");
     }
     Result<Region> region = RegionOf(record, meta.shape());
     if (!region.ok()) {

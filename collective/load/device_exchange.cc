@@ -42,7 +42,7 @@ class PendingPlacement {
   PendingPlacement& operator=(const PendingPlacement&) = delete;
 
   Status Begin(DeviceQueue& queue, std::span<const DeviceCopy> copies) {
-    lost_ = true;  // Until MarkSubmitted returns a mark to wait for.
+    lost_ = true;  // True until there is a mark to wait for.
     Submission submission =
         MarkSubmitted(queue, CatchExceptions([&] { return queue.CopyWithin(copies); }));
     lost_ = !submission.mark.ok();
@@ -69,7 +69,7 @@ class PendingPlacement {
 
  private:
   std::shared_ptr<DeviceMark> mark_;
-  bool lost_ = false;  // An operation without a mark is in progress.
+  bool lost_ = false;  // An operation without a mark may be in progress.
 };
 
 // Adds the copies that bring a block from `base`, laid out as in `from`, into this rank's targets.
@@ -178,7 +178,8 @@ class WindowStream final : public LocalWork {
           const ExchangeUnit& unit = units_.units()[window.reads[i].unit];
           const Box bytes = units_.BytesOf(unit).box;
           ReadStats stats;
-          // Bytes on the device are verified there.
+          // The bytes are not verified here: the digest verifies them on the device, unless the
+          // caller asked for no verification.
           TENSORMOUNT_RETURN_IF_ERROR(writer.Write(
               path_.device(), bytes, PackedAt(bytes, window.reads[i].at), area,
               [&](const PlacedBox& packed, std::byte* base) {
@@ -319,7 +320,7 @@ class WindowStream final : public LocalWork {
   LoadReport& report_;
   WindowCutter cutter_;   // Used by the reading thread.
   DeviceLimits reading_;  // Used by the reading thread.
-  // Used by the caller's thread, like all members before mutex_.
+  // The members from here to mutex_ are used by the caller's thread.
   std::unique_ptr<DeviceQueue> queue_;
   std::size_t next_ = 0;  // Number of the window that moves now or next.
   bool moving_ = false;
@@ -359,7 +360,7 @@ Result<std::unique_ptr<DeviceExchangePath>> DeviceExchangePath::Open(
   mine.U64(allocated);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string told,
                                collective.Decide(
-                                   mine.bytes(), "load: agree on memory",
+                                   mine.bytes(), "load: agree on memory for the exchange",
                                    [](std::vector<std::string>& parts) -> Result<std::string> {
                                      std::uint64_t least = ~std::uint64_t{0};
                                      for (const std::string& part : parts) {
@@ -377,8 +378,9 @@ Result<std::unique_ptr<DeviceExchangePath>> DeviceExchangePath::Open(
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   TENSORMOUNT_ASSIGN_OR_RETURN(path->transport_,
                                MakeDeviceTransport(collective, patience, OpenDeviceLink(device)));
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(
-      path->transport_->Register({path->memory_, 6 * allocated, device}), "load: register memory"));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      collective.Agree(path->transport_->Register({path->memory_, 6 * allocated, device}),
+                       "load: register memory for the exchange"));
   return path;
 }
 
@@ -395,7 +397,7 @@ Status ExchangeOnDevices(Collective& collective, const ExchangeUnits& units,
                          DeviceExchangePath& path, const DeviceExchangeRules& rules,
                          LoadReport& report) {
   WindowStream stream(collective, units, path, rules, report);
-  return collective.Run(stream, units.bytes(), "load: exchange between devices");
+  return collective.Run(stream, units.bytes(), "load: exchange data between devices");
 }
 
 }  // namespace tensormount

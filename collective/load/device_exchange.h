@@ -68,7 +68,9 @@ class DeviceExchangePath {
 // How a batch of units is moved. Referenced objects must outlive the call.
 struct DeviceExchangeRules {
   const OpenedCheckpoint* checkpoint = nullptr;
-  DeviceLimits devices;  // For waits in which this rank cannot answer others.
+  // For waits on the thread that also moves messages: this rank cannot answer others meanwhile, so
+  // these waits are short.
+  DeviceLimits devices;
   // Time limit for a window to arrive, and for devices on the reading thread.
   std::chrono::milliseconds patience{0};
   int threads = 1;  // Number of reading threads.

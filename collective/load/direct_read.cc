@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads what one rank reads for itself, with several threads: one thread copies from the page cache
-// at a fifth of a device bus's speed, and storage can serve many threads at once. A thread works on
-// one target at a time, or on a part of a target in device memory, whose bytes are verified there.
-// Small consecutive targets are combined.
+// Reads the data that a rank does not get by exchange, with several threads: one thread copies from
+// the page cache at a fifth of a device bus's speed, and storage can serve many threads at once. A
+// thread works on one target at a time, or on a part of a target in device memory. Small
+// consecutive targets are combined.
 #include "collective/load/direct_read.h"
 
 #include <algorithm>
@@ -50,7 +50,7 @@ class DirectReader {
       AddShares(target);
       report_.bytes += target.bytes;
     }
-    // Targets are in file order.
+    // Targets are in file order, so read-ahead pays.
     const std::shared_ptr<const void> in_order = checkpoint_.ReadInOrder();
     TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Staging>(
         batches_.size(), rules_.threads,

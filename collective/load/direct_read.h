@@ -14,7 +14,7 @@
 
 namespace tensormount {
 
-// How a rank reads for itself. Referenced objects must outlive the call.
+// How a rank reads data that it does not get by exchange. Referenced objects must outlive the call.
 struct DirectReadRules {
   LoadVerify verify = LoadVerify::kAuto;
   int threads = 1;  // Maximum number of threads, including the caller's.

@@ -499,7 +499,8 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
         }
         return {};
       });
-      TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan exchange"));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          collective.Agree(planned, "load: plan the exchange between ranks"));
       if (!more) break;
       if (between) {
         TENSORMOUNT_RETURN_IF_ERROR(ExchangeOnDevices(
@@ -508,7 +509,8 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
         continue;
       }
       UnitStream stream(collective, units, reader, pool, writer, report, progress);
-      TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, units.bytes(), "load: exchange data"));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          collective.Run(stream, units.bytes(), "load: exchange data between ranks"));
     }
   }
   report.bytes_read += reader.bytes_read();

@@ -16,7 +16,7 @@
 
 namespace tensormount {
 
-// Threads of one rank during the call:
+// Threads of one rank during LoadByExchange:
 //
 //   its own thread   reads units (exchange_reader.h) in file order, while units that are read and
 //                    not sent stay below 4 MiB and 16 units
@@ -40,10 +40,11 @@ struct ExchangeRules {
   std::optional<Device> device;
   // With kAuto: smaller exchanges go through the host.
   std::uint64_t min_device_exchange_bytes = 0;
-  int threads = 1;  // Threads that read for devices.
-  // For waits in which this rank cannot answer others.
+  int threads = 1;  // Number of threads that read for an exchange between devices.
+  // For waits on the thread that also moves messages: this rank cannot answer others meanwhile, so
+  // these waits are short.
   DeviceLimits devices;
-  std::chrono::milliseconds patience{0};  // For all other waits for devices.
+  std::chrono::milliseconds patience{0};  // Time limit for all other waits for devices.
 };
 
 // Loads the tensors marked `exchange`, in groups of ranks: one of the ranks that want a block of

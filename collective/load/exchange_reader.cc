@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads and cuts up one unit of an exchange: straight into buffers of this rank and of messages if
-// the unit's runs are long and need no check on the way. Any other unit is read whole into memory
-// and copied from there. Both use the vectored read of base/file_system.h, or that of
-// OpenedCheckpoint.
+// Reads and cuts up one unit of an exchange. If the unit's runs are long and need no check on the
+// way, they are read straight into this rank's buffers and into message buffers. Any other unit is
+// read whole into memory and copied from there.
 #include "collective/load/exchange_reader.h"
 
 #include <algorithm>

@@ -18,11 +18,12 @@
 // Reads the units of a load by exchange and cuts them into the blocks that each rank wants. Plan
 // chooses one of two ways for each unit:
 //
-//   in place   one preadv straight to the places of the blocks: this rank's buffers, and memory of
-//              the unit for blocks of other ranks or for a device. Used if nothing must be hashed
-//              on the way (no proof, or one by digest) and runs are long enough.
-//   cut up     the whole unit into memory, verified by leaves if these prove it, then copied from
-//              there. A block that is one run of the unit is sent without a copy.
+//   in place   vectored reads put the bytes straight into this rank's buffers and, for blocks of
+//              other ranks or for a device, into memory of the unit. Used if nothing must be hashed
+//              on the way (no verification, or by digest) and runs are long enough.
+//   cut up     the whole unit is read into memory, verified by leaf hashes if no digest verifies
+//              it, and copied from there. A block that is one run of the unit is sent without a
+//              copy.
 
 namespace tensormount {
 
@@ -96,7 +97,7 @@ class UnitReader {
   // Bytes of a unit that are contiguous in the file and in memory.
   struct FileRun {
     std::uint64_t at = 0;       // Offset from the unit's first byte.
-    std::byte* base = nullptr;  // Null: in the memory of the unit.
+    std::byte* base = nullptr;  // Destination buffer; null: the memory of the unit.
     std::int64_t to = 0;
     std::uint64_t size = 0;
   };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Assigns blocks of stored chunks (units) evenly to the ranks that want some of them. Chunks are
-// cut into smaller units if there are fewer units than ranks. Every rank computes this from the
-// plan, in the same order.
+// Assigns blocks of stored chunks (units) evenly to the ranks that want some of them. Small tensors
+// are cut into smaller units, so that every rank has some to read. Every rank computes this from
+// the plan, in the same order.
 #include "collective/load/exchange_units.h"
 
 #include <algorithm>
@@ -97,7 +97,7 @@ Result<bool> ExchangeUnits::Next() {
   for (; next_tensor_ < plan_.tensors.size(); ++next_tensor_, next_chunk_ = 0) {
     const PlannedTensor& tensor = plan_.tensors[next_tensor_];
     if (!tensor.exchange || !wanted_(tensor)) continue;
-    // The previous batch may have ended before this tensor's first chunk.
+    // A tensor is already prepared if the previous batch ended at it or within it.
     if (!prepared_.contains(next_tensor_)) TENSORMOUNT_RETURN_IF_ERROR(Prepare(next_tensor_));
     const std::vector<ExchangeUnit>& stored = prepared_[next_tensor_].chunks;
     for (; next_chunk_ < stored.size(); ++next_chunk_) {

@@ -45,7 +45,7 @@ struct ExchangeWindow {
     std::uint64_t at = 0;
     ExchangeBox block;
   };
-  std::vector<BulkUnit> plan;  // All ranks' units; the same on each rank.
+  std::vector<BulkUnit> plan;  // The transfers between all ranks; the same on each rank.
   std::vector<Read> reads;
   std::vector<Cut> cuts;
   std::vector<Send> sends;
@@ -56,8 +56,8 @@ struct ExchangeWindow {
 class WindowCutter {
  public:
   WindowCutter(const ExchangeUnits& units, int rank, int ranks, std::uint64_t area_bytes);
-  // Makes the next window; returns false if none is left. Fails with kInternal if a block is larger
-  // than an area.
+  // Makes the next window; returns false if none is left. Fails with kInternal if a unit or block
+  // is larger than an area.
   Result<bool> Next(ExchangeWindow& window);
 
  private:

@@ -133,7 +133,7 @@ class LoadJob {
       if (!opened.ok()) where = opened;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string told,
-                                 collective_.Broadcast(where, "load: open checkpoint"));
+                                 collective_.Broadcast(where, "load: open the checkpoint"));
     opened_ =
         Guarded([&] { return OpenAnnounced(told); });  // Plan sends a failure to the other ranks.
     return {};
@@ -175,12 +175,12 @@ class LoadJob {
       TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
     }
     if (identity_ != told_identity) {
-      return Status(Code::kStale, path + " is another checkpoint on this rank than on rank 0");
+      return Status(Code::kStale, path + ": this rank opened another checkpoint than rank 0");
     }
     return {};
   }
 
-  // ---- Plan: nothing is written until this is over ----
+  // ---- Plan: no tensor memory is written before all ranks have agreed on the plan ----
 
   Status Plan() {
     Result<MeetingPart> part = MeetingPart();
@@ -190,8 +190,8 @@ class LoadJob {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
       part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
       TENSORMOUNT_RETURN_IF_ERROR(part.status());
-      // In the background the exchange goes through host memory: if one rank is not on a device, no
-      // rank exchanges between devices.
+      // A background load exchanges through host memory. This rank reports that it is not on a
+      // device, and then no rank exchanges between devices.
       if (control_.background && options_.exchange_via == ExchangeVia::kAuto) {
         part.value().on_device = false;
       }
@@ -267,7 +267,7 @@ class LoadJob {
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(
         unproved_, collective_.Decide(
-                       bits, "load: read data",
+                       bits, "load: read the data",
                        [](std::vector<std::string>& parts) { return UnprovedByAny(parts); }, able));
     return {};
   }
@@ -301,7 +301,8 @@ class LoadJob {
       // Lengths were checked against the file when the checkpoint was published, but the index may
       // have been rebuilt since.
       if (part.file >= files.size() || part.length > files[part.file].length) {
-        return Status(Code::kDataLoss, "object " + object.key + ": longer than its file");
+        return Status(Code::kDataLoss,
+                      "object " + object.key + ": its bytes reach past the end of its data file");
       }
       std::string bytes;
       bytes.resize(static_cast<std::size_t>(part.length));
@@ -381,7 +382,7 @@ class LoadJob {
     report_.locals = request_.locals();
   }
 
-  FileSystem* const fs_;  // If null, the path decides.
+  FileSystem* const fs_;  // Null: the path decides which file system is used.
   const StateDict& request_;
   const std::string path_;
   const LoadOptions& options_;

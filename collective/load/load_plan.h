@@ -42,8 +42,9 @@ struct LoadPlan {
 // The reasons for a rank to need the requests of the others. If no rank has such a reason, no
 // requests are sent, as in a load of whole shards on 4,096 ranks.
 struct LoadNeeds {
-  bool proof = false;       // Some bytes can be verified cheaply only by digest.
-  bool short_runs = false;  // Wants short runs, better exchanged between machines.
+  bool proof = false;  // Some bytes can be verified cheaply only by digest.
+  // Some wanted runs in files are so short that ranks on several machines should exchange them.
+  bool short_runs = false;
 };
 Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest& mine,
                             const LoadOptions& options);

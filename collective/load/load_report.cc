@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// LoadReport of tensormount/load.h: access to the loaded data besides tensors. Separate from
-// load.cc, because no load uses it.
+// Parts of tensormount/load.h that no load needs: access to the loaded data besides tensors
+// (LoadReport), and StrictFromMegatron.
 #include <algorithm>
 #include <cctype>
 #include <string>
@@ -14,8 +14,8 @@ Result<StrictPolicy> StrictFromMegatron(std::string_view name) {
     std::string_view name;
     StrictPolicy policy;
   };
-  // "Assume ok" leaves the check for keys that are not stored to the reader; this library's reader
-  // fails.
+  // Megatron's "assume_ok_unexpected" leaves the check for keys that are not stored to the code
+  // that reads; here the load does that check and fails.
   static constexpr Row kRows[] = {
       {"assume_ok_unexpected", {Strict::kRaise, Strict::kIgnore}},
       {"log_unexpected", {Strict::kLog, Strict::kIgnore}},

@@ -23,12 +23,12 @@ std::shared_ptr<KeptPlans<AgreedPlan>> PlansOf(Communicator& comm) {
   return KeptPlans<AgreedPlan>::Of(comm, "load plans", 4);
 }
 
-// Size of the first message of a rank, whose fields have the order of Card.
+// Size in bytes of the first message of a rank, an encoded Card.
 constexpr std::size_t kCardBytes = 64;
 constexpr std::uint32_t kNeedsProof = 1;
 constexpr std::uint32_t kShortRuns = 2;
 constexpr std::uint32_t kOnDevice = 4;
-constexpr std::uint32_t kCardVersion = 2u << 24;  // In the upper byte of the flags.
+constexpr std::uint32_t kCardVersion = 2u << 24;  // The upper byte of Card::flags.
 struct Card {
   Hash128 request;
   Hash128 call;
@@ -215,7 +215,7 @@ Status MeetOnKeys(Collective& collective, const CheckpointIndex& index, const Lo
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string told,
       collective.Decide(
-          EncodeKeys(*agreed.resolved, index.tensor_count()), "load: compare keys",
+          EncodeKeys(*agreed.resolved, index.tensor_count()), "load: compare the requested keys",
           [&](std::vector<std::string>& parts) { return DecideKeys(index, parts, options); }));
   ByteReader in(told, "load: the keys that rank 0 sent");
   ReadNames(in, [&](std::string name) { agreed.not_stored.push_back(std::move(name)); });
@@ -314,7 +314,8 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string told,
       collective.Decide(
-          prepared.ok() ? EncodeCard(prepared.value()) : std::string(), "load: compare calls",
+          prepared.ok() ? EncodeCard(prepared.value()) : std::string(),
+          "load: compare the calls of the ranks",
           [&](std::vector<std::string>& parts) { return DecideOpening(parts, options.path); },
           prepared.status()));
   const MeetingPart part = std::move(prepared).value();
@@ -342,7 +343,8 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
   if (opening.whole) {
     const std::string_view mine =
         SendsForClass(opening.speakers, me) ? part.request : std::string_view();
-    TENSORMOUNT_ASSIGN_OR_RETURN(said, collective.AllGather(mine, "load: share requests"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        said, collective.AllGather(mine, "load: share the requests of the ranks"));
   }
   const Status planned = Guarded([&]() -> Status {
     LoadPlanner planner(*index);
@@ -357,7 +359,7 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
                                      std::move(opening.groups), opening.several_machines, options));
     return {};
   });
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan reads"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan the reads"));
   if (options.reuse_plan) {
     const auto kept = PlansOf(comm);
     kept->Forget([&](const AgreedPlan& plan) { return plan.mine == agreed->mine; });

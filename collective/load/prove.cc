@@ -48,7 +48,7 @@ class Prover {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string told,
         collective_.Decide(
-            able.ok() ? OwnContributions() : std::string(), "load: compare digests",
+            able.ok() ? OwnContributions() : std::string(), "load: compare the digests of the data",
             [&](std::vector<std::string>& parts) { return CheckContributions(parts); }, able));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<bool> damaged, ReadBits(told));
     if (std::none_of(damaged.begin(), damaged.end(), [](bool b) { return b; })) return proving_;
@@ -232,7 +232,7 @@ class Prover {
       }
       return {};
     });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(found, "load: find damage"));
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(found, "load: find the damaged data"));
     return Status(
         Code::kDataLoss,
         "tensor " + first +
@@ -246,9 +246,10 @@ class Prover {
   std::span<const LoadTarget> targets_;
   const DeviceLimits& devices_;
   const std::function<void(std::uint64_t)>& read_;
-  std::vector<bool> proving_;        // By position in the plan: whether the tensor is verified.
-  std::vector<Crc64> contribution_;  // This rank's, by position in the plan.
-  std::vector<Crc64> digests_;       // By target: the digest of its buffer.
+  std::vector<bool> proving_;  // By position in the plan: whether the tensor is verified.
+  // This rank's contributions, by position of the tensor in the plan.
+  std::vector<Crc64> contribution_;
+  std::vector<Crc64> digests_;  // By target: the digest of its buffer.
 };
 
 }  // namespace

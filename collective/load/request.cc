@@ -27,7 +27,7 @@ Result<LoadRequest::Item> ReadItem(ByteReader& in, const std::vector<TensorMeta>
   item.tensor = in.U32();
   item.item = in.U32();
   if (item.tensor >= tensors.size()) {
-    return DataLoss(kWhat, "refers to a tensor that it does not list");
+    return DataLoss(kWhat, "a shard refers to a tensor that the request does not list");
   }
   const TensorMeta& meta = tensors[item.tensor];
   TENSORMOUNT_ASSIGN_OR_RETURN(item.region, DecodeRegion(in, kWhat, meta.key(), meta.shape()));
@@ -58,8 +58,8 @@ Result<LoadRequest> ReadBody(ByteReader& in) {
   return request;
 }
 
-// Whether two cells of a buffer may share memory, as in an expanded tensor: false only if each axis
-// steps beyond all that the smaller steps reach.
+// Whether two cells of a buffer may share memory, as in an expanded tensor: false only if, with the
+// axes sorted by step, each step is larger than the farthest offset that the axes before it reach.
 bool MayShareMemory(const BufferView& buffer) {
   std::vector<std::pair<std::uint64_t, std::uint64_t>> axes;  // Step and extent.
   for (int a = 0; a < buffer.shape.rank(); ++a) {

@@ -46,7 +46,7 @@ struct ResolvedObject {
 // A resolved request. Immutable, and shared by the loads that use the same plan.
 struct ResolvedRequest {
   // The reason why the request can never be served: kInvalidArgument, or kUnsupported for a
-  // conversion. If set, the other fields are not filled in.
+  // conversion. If set, the other fields have no meaning.
   Status refusal;
   // The stored tensors of all items, sorted by ordinal; shared with the plan.
   std::vector<std::shared_ptr<const TensorEntry>> tensors;

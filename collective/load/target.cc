@@ -125,7 +125,7 @@ Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* b
   const auto count = static_cast<std::size_t>(inner < 0 ? 1 : common.extent(inner));
   Dims at = common.begin();
   for (;;) {
-    std::int64_t from = 0;  // In elements of the block.
+    std::int64_t from = 0;  // Offset in the block, in elements.
     std::int64_t into = to.offset;
     for (int a = 0; a < common.rank(); ++a) {
       from = from * block.extent(a) + (at[a] - block.begin(a));
@@ -149,7 +149,7 @@ Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* b
 }
 
 // Converts a packed block into device memory (as ConvertBlock). `block` is not split, so the
-// converted bytes are at most twice kConvertBlockBytes times the ratio of element sizes.
+// converted bytes are at most kConvertBlockBytes times the ratio of the element sizes.
 Status ConvertToDevice(const TensorMeta& meta, const Box& block, const std::byte* bytes,
                        const LoadTarget& target, const PlacedBox& to) {
   const Box common = Intersect(block, to.box);

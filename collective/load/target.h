@@ -72,9 +72,9 @@ Status CheckArrived(std::span<const LoadTarget> targets, bool exchanged, const D
 
 inline constexpr std::uint64_t kConvertBlockBytes = 4u << 20;
 // Reads a target with conversion, block by block: verifies the stored bytes by the target's
-// `verify`, then converts them into place. kInvalidArgument "tensor w [3, 5]: 300 is no value of
-// i8". `staging` is scratch memory, reused between calls. `read` is called with the bytes read for
-// each block.
+// `verify`, then converts them into place. Fails with kInvalidArgument, naming the element, if a
+// value cannot be represented in the requested type. `staging` is scratch memory, reused between
+// calls. `read` is called with the bytes read for each block.
 Status ReadConverted(const OpenedCheckpoint& checkpoint, LoadTarget& target,
                      std::vector<std::byte>& staging, ReadStats& stats,
                      const std::function<void(std::uint64_t)>& read);

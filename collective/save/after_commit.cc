@@ -13,7 +13,8 @@
 namespace tensormount {
 namespace {
 
-// Longest wait for another prune; short, because the next save removes what this save does not.
+// Longest wait, in seconds, for a prune by another process. Short, because the next save removes
+// the checkpoints that this save leaves.
 constexpr double kWaitSeconds = 1;
 
 void AddNote(const Status& failure, SaveReport& report) {
@@ -30,7 +31,8 @@ Status RemoveBy(FileSystem& fs, const Staging& staging, const SaveOptions& optio
   if (options.retention) {
     prune.rules = *options.retention;
   } else {
-    // Only ephemeral marks of other checkpoints are a reason to read all checkpoints.
+    // Without retention rules, all checkpoints are read only if another checkpoint is marked
+    // ephemeral.
     TENSORMOUNT_ASSIGN_OR_RETURN(auto ephemeral, pins::ReadEphemeral(fs, staging.store));
     ephemeral.erase(staging.uuid);
     if (ephemeral.empty()) return {};

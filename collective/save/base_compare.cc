@@ -36,7 +36,8 @@ struct ComparedRange {
   std::uint32_t chunk = 0;  // Position in RankTask::chunks.
   std::uint64_t begin = 0;  // Offset in the packed bytes of the chunk's item.
   std::uint64_t bytes = 0;
-  // Set if the range is compared by leaves: the chunk of the base, and its first leaf.
+  // Set if the range is compared by leaves: the chunk of the base that has these leaves. `leaf` is
+  // the number of the first of them in that chunk.
   std::optional<ChunkRecord> of = {};
   std::uint64_t leaf = 0;
   std::optional<std::size_t> job = {};  // Job in hashes_, if a device hashes the range.

@@ -39,11 +39,11 @@ struct BaseMatches {
 };
 
 // Compares everything that `task` would write with the data of `base` under the same keys, before
-// any of it is written. If a chunk of the base equals one that this rank would write, or has whole
-// leaves of it in the same sequence, leaf hashes decide: 16 bytes are read for each 64 KiB. All
-// else is compared with the stored bytes, which are themselves verified by their hashes. An equal
-// digest alone is never enough. The comparison of a tensor ends at its first difference, so changed
-// tensors cost little.
+// any of it is written. If a chunk of the base has the same region as one that this rank would
+// write, or a run of whole leaves in common with it, leaf hashes decide: 16 bytes are read for each
+// 64 KiB. All else is compared with the stored bytes, which are themselves verified by their
+// hashes. An equal digest alone is never enough. The comparison of a tensor ends at its first
+// difference, so changed tensors cost little.
 //
 // A tensor that this save would store in another form also counts as differing: one that should
 // have a file of its own and is in pieces in the base, one that is not where `rule` puts it, one

@@ -93,7 +93,8 @@ Status ExtentMatch::Add(std::uint32_t row, const ChunkRecord& stored) {
     const std::uint64_t end = to_the_end ? to : there->first + last * kLeafBytes;
     shared_.push_back({begin, end - begin, first, here.chunk, row});
   }
-  // If chunks and extents are disjoint, there are fewer shared ranges.
+  // Disjoint chunks and disjoint extents have fewer ranges in common, so more of them mean that
+  // extents overlap.
   if (shared_.size() > chunks_.size() + extents_) {
     return {Code::kDataLoss, "tensor " + meta_.key() + ": its stored chunks overlap"};
   }

@@ -26,10 +26,10 @@ using ShardReader =
     std::function<Status(std::uint32_t item, std::uint64_t offset, std::span<std::byte> out)>;
 
 // The packed row-major bytes of one shard, whatever its strides: packed memory is used in place,
-// strided memory is gathered piece by piece, shards without memory are read, and device memory is
-// described for its queue. The shard's memory, or the reader, must outlive it. Sizes and offsets
-// are in bytes. Immutable: threads may share one object, each with its own scratch. To take bytes
-// in order, use BlockReader.
+// strided memory is gathered piece by piece, shards without memory are read by a ShardReader, and
+// device memory is described as copies for a device queue (Gather). The shard's memory, or the
+// reader, must outlive it. Sizes and offsets are in bytes. Immutable: threads may share one object,
+// each with its own scratch. To take bytes in order, use BlockReader.
 class PackedSource {
  public:
   // kInvalidArgument if buffer, shape and region disagree; also errors of CheckMemory.

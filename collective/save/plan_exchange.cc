@@ -41,9 +41,9 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
   const auto ranks = static_cast<std::size_t>(collective.size());
   const auto rank = static_cast<std::size_t>(collective.rank());
   if (rules.owners == 0 || rules.owners > ranks) {
-    return Status(Code::kInternal, "internal error: plan: " + std::to_string(rules.owners) +
-                                       " of " + std::to_string(ranks) +
-                                       " ranks are to plan the save");
+    return Status(Code::kInternal, "internal error: save plan: " + std::to_string(rules.owners) +
+                                       " ranks plan, but there are " + std::to_string(ranks) +
+                                       " ranks");
   }
   const bool owns = rank < rules.owners;
   std::unique_ptr<SavePlanner> planner;

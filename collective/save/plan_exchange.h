@@ -44,8 +44,8 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
 // A plan kept for the next save of the same job (comm/agreement.h).
 struct KeptPlan {
   Hash128 job;  // Hash of the job (Agreement::job).
-  // TaskFingerprint: what this rank's part depends on, besides the layouts of the other ranks,
-  // which `job` covers.
+  // TaskFingerprint of the rank's own state and options. The layouts of other ranks are covered by
+  // `job`.
   Hash128 task;
   bool validated = false;  // Whether the layout was checked.
   LayoutReport report;     // Has no findings: a layout with findings has no plan.

@@ -19,7 +19,7 @@
 
 // The message of an owner to a rank, little-endian, never on disk:
 //
-//   status    u8 code, u32 errno, string message; nothing else follows if it is not ok
+//   status    as WriteStatus writes it; nothing else follows if it is not ok
 //   tensors   u32 count; each: u32 item with its key, dtype and shape, or kNoItem and then these
 //             three themselves; u8 placement; u8 flags (1 shared, 2 seals, 4 empty); u8 length of
 //             the stem of its file, and the stem
@@ -38,7 +38,7 @@ constexpr std::size_t kTensorBytes = 4 + 1 + 1 + 1;  // Least size of an encoded
 constexpr std::size_t kChunkBytes = 4 + 4 + 4 + 8 + 8 + 8;
 constexpr std::size_t kReplicaBytes = 4 + 4 + 4;
 
-Status BrokenPlan(const std::string& why) { return Status(Code::kDataLoss, "plan: " + why); }
+Status BrokenPlan(const std::string& why) { return Status(Code::kDataLoss, "save plan: " + why); }
 
 std::string Hex16(std::uint64_t v) {
   char text[17];
@@ -123,7 +123,7 @@ class PartEncoder {
 class PartDecoder {
  public:
   PartDecoder(std::string_view bytes, const StateDict& state, int world, RankTask& task)
-      : in_(bytes, "plan"), state_(state), world_(world), task_(task) {}
+      : in_(bytes, "save plan"), state_(state), world_(world), task_(task) {}
 
   Status Run() {
     TENSORMOUNT_RETURN_IF_ERROR(ReadStatus(in_));
@@ -139,14 +139,16 @@ class PartDecoder {
     const std::uint32_t count = in_.U32();
     TENSORMOUNT_RETURN_IF_ERROR(in_.status());
     if (count > in_.left() / least_bytes) {
-      return BrokenPlan(std::string("claims more ") + what + " than it has bytes");
+      return BrokenPlan(std::string("the message is too short for the ") + what +
+                        " that it announces");
     }
     return count;
   }
 
   Result<TensorMeta> MetaOf(std::uint32_t item) {
-    if (item == kNoItem) return DecodeMeta(in_, "plan");
-    if (item >= state_.tensors().size()) return BrokenPlan("no such tensor in the state dict");
+    if (item == kNoItem) return DecodeMeta(in_, "save plan");
+    if (item >= state_.tensors().size())
+      return BrokenPlan("a tensor number is not in the state dict");
     const StateDict::TensorItem& mine = state_.tensors()[item];
     return TensorMeta::Make(mine.key, mine.shard.data.dtype, mine.shard.global_shape);
   }
@@ -167,15 +169,15 @@ class PartDecoder {
           tensor.placement == Placement::kTensorFile || tensor.placement == Placement::kRankShard ||
           tensor.placement == Placement::kPack || tensor.placement == Placement::kSafetensors;
       if (!known || (flags & ~(kShared | kSeals | kEmpty)) != 0) {
-        return BrokenPlan("a tensor of an unknown kind");
+        return BrokenPlan("a tensor has an unknown placement or unknown flags");
       }
       for (const char c : tensor.file) {
         if (!(c >= 'a' && c <= 'z') && !(c >= '0' && c <= '9') && c != '-') {
-          return BrokenPlan("an invalid file name");
+          return BrokenPlan("a tensor has an invalid file name");
         }
       }
       if (tensor.file.empty() && tensor.placement == Placement::kTensorFile) {
-        return BrokenPlan("a tensor file without a name");
+        return BrokenPlan("a tensor file has no name");
       }
       tensor.shared = (flags & kShared) != 0;
       tensor.seals = (flags & kSeals) != 0;
@@ -199,18 +201,19 @@ class PartDecoder {
       chunk.offset = in_.U64();
       TENSORMOUNT_RETURN_IF_ERROR(in_.status());
       if (tensor >= tensors || chunk.item >= state_.tensors().size()) {
-        return BrokenPlan("a chunk of a tensor that does not exist");
+        return BrokenPlan("a chunk refers to a tensor that does not exist");
       }
       chunk.tensor = static_cast<std::uint32_t>(first_ + tensor);
       const RankTask::Tensor& of = task_.tensors[chunk.tensor];
       const StateDict::TensorItem& item = state_.tensors()[chunk.item];
       if (item.key != of.meta.key() || item.shard.data.dtype != of.meta.dtype() ||
           !(item.shard.global_shape == of.meta.shape())) {
-        return BrokenPlan("a chunk of tensor " + of.meta.key() + " from a shard of " + item.key);
+        return BrokenPlan("a chunk of tensor " + of.meta.key() +
+                          " is taken from a shard of tensor " + item.key);
       }
       if (chunk.bytes == 0 || (of.placement == Placement::kTensorFile &&
                                !RangeWithin(chunk.offset, chunk.bytes, of.meta.bytes()))) {
-        return BrokenPlan("a chunk of tensor " + of.meta.key() + " outside of its file");
+        return BrokenPlan("a chunk of tensor " + of.meta.key() + " lies outside of its file");
       }
       Result<Region> region = PartOfRegion(of.meta, item.shard.region, chunk.begin, chunk.bytes);
       if (!region.ok()) return BrokenPlan(region.status().message());
@@ -224,7 +227,8 @@ class PartDecoder {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t count, Count(4, "objects"));
     for (std::uint32_t i = 0; i < count; ++i) {
       const std::uint32_t item = in_.U32();
-      if (item >= state_.objects().size()) return BrokenPlan("no such object in the state dict");
+      if (item >= state_.objects().size())
+        return BrokenPlan("an object number is not in the state dict");
       task_.objects.push_back(item);
     }
     return Status();
@@ -241,7 +245,7 @@ class PartDecoder {
       replica.replica_index = in_.U32();
       if (replica.item >= state_.tensors().size() || replica.replica_index >= replica.holders ||
           replica.holders > static_cast<std::uint32_t>(world_)) {
-        return BrokenPlan("an invalid replica");
+        return BrokenPlan("the record of a replica is invalid");
       }
       const Shard& shard = state_.tensors()[replica.item].shard;
       Result<std::uint64_t> bytes = RegionBytes(shard.data.dtype, shard.global_shape, shard.region);
@@ -340,7 +344,7 @@ std::string EncodeTaskFailure(const Status& failure) {
 
 Status FailureOfOwners(std::span<const std::string> by_owner) {
   for (const std::string& part : by_owner) {
-    ByteReader in(part, "plan");
+    ByteReader in(part, "save plan");
     TENSORMOUNT_RETURN_IF_ERROR(ReadStatus(in));
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
   }

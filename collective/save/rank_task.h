@@ -36,7 +36,7 @@ struct RankTask {
     bool seals = false;   // This rank seals the shared file when all have written.
     bool empty = false;   // The tensor has no cells, and this rank records it.
   };
-  // A part of the packed bytes of one of the rank's shards, which it writes.
+  // A part of the packed bytes of one of the rank's shards, written by this rank.
   struct Chunk {
     std::uint32_t tensor = 0;  // Position in `tensors`.
     std::uint32_t item = 0;

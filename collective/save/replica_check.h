@@ -63,9 +63,10 @@ struct ReplicaFindings {
   // Texts of at most kMaxListed differences, such as "tensor w: [0:4, 0:8] differs between the
   // replicas on rank 0 and rank 2".
   std::vector<std::string> listed;
-  std::string key;                   // Key of the first tensor with a difference.
-  std::uint64_t differing = 0;       // Number of differing blocks, listed or not.
-  std::uint64_t compared_bytes = 0;  // Counted for each replica but the first of a block.
+  std::string key;              // Key of the first tensor with a difference.
+  std::uint64_t differing = 0;  // Number of differing blocks, listed or not.
+  // Bytes of compared blocks, counted for each replica but the first of a block.
+  std::uint64_t compared_bytes = 0;
 
   static constexpr std::size_t kMaxListed = 16;
   void Add(ReplicaFindings&& other);

@@ -50,16 +50,16 @@ Status ReadRuns(ByteReader& in, std::size_t size, std::uint8_t most, Use use) {
     const std::uint32_t length = in.U32();
     const std::uint8_t value = in.U8();
     if (length > size - at || value > most) {
-      return DataLoss("reuse", "malformed list: run of " + std::to_string(length) +
-                                   " items past the end (" + std::to_string(size) +
-                                   "), or of an unknown value");
+      return DataLoss("reuse", "malformed list: a run of " + std::to_string(length) +
+                                   " items has an unknown value, or ends past the " +
+                                   std::to_string(size) + " items of the list");
     }
     for (std::uint32_t i = 0; i < length; ++i) use(at++, value);
   }
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   return at == size ? Status()
-                    : DataLoss("reuse", "malformed list: " + std::to_string(at) + " of " +
-                                            std::to_string(size) + " items");
+                    : DataLoss("reuse", "malformed list: only " + std::to_string(at) + " of " +
+                                            std::to_string(size) + " items were sent");
 }
 
 // ---- What rank 0 decides ----
@@ -160,7 +160,8 @@ class BaseReuse {
               }
               return EncodeDecision(decision);
             }));
-    // On a rank that could not open the base this fails, so that no rank takes data.
+    // DecodeDecision fails on a rank that could not open the base; with this rank's vote below no
+    // rank takes data.
     const Result<Decision> decision =
         DecodeDecision(told, found_.tensors.size(), found_.objects.size(),
                        compared.ok() ? base_->index().files().size() : 0);

@@ -53,12 +53,14 @@ struct ReuseInput {
 };
 
 struct ReuseResult {
-  bool any = false;                      // Whether data are taken; the same on all ranks.
-  RankTask remaining;                    // If `any`: what this rank still has to write.
-  LinkedRecords records;                 // Records of the data that this rank linked.
-  LinkCounts linked;                     // Counts of the files that this rank linked.
-  ReuseReport report;                    // Report for all ranks, without counts of linked files.
-  std::uint64_t consecutive_linked = 0;  // Passed to LinkedManifestName.
+  bool any = false;       // Whether data are taken; the same on all ranks.
+  RankTask remaining;     // If `any`: what this rank still has to write.
+  LinkedRecords records;  // Records of the data that this rank linked.
+  LinkCounts linked;      // Counts of the files that this rank linked.
+  ReuseReport report;     // Report for all ranks, without counts of linked files.
+  // Number of consecutive saves, including this one, that linked files; a part of the name of their
+  // manifests (LinkedManifestName).
+  std::uint64_t consecutive_linked = 0;
   // The following fields are set at rank 0 only.
   CommonValues inherited;  // Common records of the base that the state does not set.
   std::string root;        // Root of the foreign files of an adopted base.

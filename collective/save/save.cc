@@ -43,7 +43,7 @@ void LogThrown(const std::string& what, const std::function<void()>& fn) {
   try {
     fn();
   } catch (const std::exception& e) {
-    Log(LogLevel::kError, what + " threw: " + e.what());
+    Log(LogLevel::kError, what + " threw an exception: " + e.what());
   } catch (...) {
     Log(LogLevel::kError, what + " threw something other than a std::exception");
   }
@@ -117,7 +117,7 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
 //
 //   phase     exchanges, in order                             what exists after it
 //   validate  those of ExchangeLayouts                        nothing on disk
-//   plan      Decide "plan", messages "hand out the plan";    a RankTask on every rank
+//   plan      Decide "plan", messages "send the plan";        a RankTask on every rank
 //             none if the kept plan fits
 //   stage     Decide "begin": votes; rank 0 makes the staging .staging/ entry
 //   reuse     with a base: Decide "reuse" and "link"          links in the staging
@@ -131,7 +131,7 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
 // When a rank dies:
 //   before "begin" is decided: all others fail, and have nothing to undo. A staging that rank 0
 //     made before it died stays behind: no other rank knows its name;
-//   from there to rank 0's Decide: the others' call fails, each asks the store (Settle), which
+//   from then to the publish: the others' call fails, each asks the store (Settle), which
 //     aborts the staging, and each removes its own files;
 //   after the rename: the save is committed. A rank that missed the verdict finds the commit in the
 //     store and returns success;
@@ -248,7 +248,7 @@ class SaveSession {
   Status Validate() {
     CallDescription call = Describe(path_, options_);
     if (options_.reuse_plan) {
-      // If this fails, the ranks make a new plan.
+      // If the look-up of a kept plan fails, the ranks make a new plan.
       const Status looked = Guarded([&]() -> Status {
         kept_plans_ = SavePlansOf(comm_);
         task_ = TaskFingerprint(state_, options_.placement, Strategy());
@@ -379,7 +379,7 @@ class SaveSession {
     return {{fences_.get(), control_.cancel, DevicePatienceOf(options_.timeouts)}, &control_.read};
   }
 
-  // Counts the bytes that the base already has as progress.
+  // Counts as progress the bytes that this rank takes from the base instead of writing them.
   void CountTaken() {
     if (options_.progress == nullptr || !reused_.any) return;
     std::uint64_t taken = 0;
@@ -388,7 +388,7 @@ class SaveSession {
     options_.progress->fetch_add(taken, std::memory_order_relaxed);
   }
 
-  // The part of this rank's task that was not found in the base.
+  // The part of this rank's task that is not taken from the base.
   const RankTask& RemainingTask() const { return reused_.any ? reused_.remaining : *plan_.task; }
 
   // Writes and syncs this rank's data, then its manifest: the manifest names only bytes that are
@@ -692,7 +692,8 @@ class SaveSession {
 
   Result<Verdict> QueryOutcome() {
     Ending();
-    Result<Verdict> verdict = Status(Code::kUnknown, "the store was not asked");
+    Result<Verdict> verdict =
+        Status(Code::kUnknown, "internal error: the outcome of the save was not looked up");
     const Status status = Guarded([&]() -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(*fs_, staging_.store));
       verdict = store.AbortOrDecide(staging_);
@@ -746,7 +747,7 @@ class SaveSession {
                 [&] { control_.on_staging_end(staging_); });
   }
 
-  FileSystem* fs_;  // Null until Validate: chosen by the path.
+  FileSystem* fs_;  // Null if the path decides; then Validate sets it.
   const StateDict& state_;
   const std::string path_;
   const SaveOptions& options_;

@@ -27,8 +27,8 @@ struct Vote {
 };
 std::string EncodeVote(const Vote& vote);
 // The verdict over votes by rank: the failure of the lowest failing rank, with the number of other
-// failures; if none failed, kCancelled naming the lowest rank that was asked to cancel; ok if there
-// is none.
+// failures; if none failed, kCancelled naming the lowest rank that was asked to cancel; otherwise
+// ok.
 Status VerdictOf(std::span<const Vote> votes);
 Status VerdictOf(std::span<const std::string> encoded);
 
@@ -45,7 +45,7 @@ struct WriterReport {
   std::uint64_t manifest_bytes = 0;
   std::uint64_t linked_manifest_bytes = 0;  // Size of the manifest of linked data; 0: none.
   LinkCounts linked;
-  ReplicaFindings replicas;                // For the keys that the rank checks.
+  ReplicaFindings replicas;                // Findings about the keys that the rank checks.
   std::optional<CommonValue> rank_common;  // Common values of this rank alone.
 };
 std::string EncodeReport(const WriterReport& report);

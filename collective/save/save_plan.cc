@@ -168,7 +168,8 @@ struct SavePlanner::Rep {
     if (rules_.placement == PlacementRule::kSafetensors) {
       safetensors_writer_ = static_cast<int>(in.U32());
       if (safetensors_writer_ < 0 || safetensors_writer_ >= layout_.world) {
-        return Status(Code::kInternal, "plan from rank 0: names a rank that does not exist");
+        return Status(Code::kInternal,
+                      "the plan that rank 0 sent refers to a rank that does not exist");
       }
       return in.Finish();
     }
@@ -443,7 +444,8 @@ struct SavePlanner::Rep {
   std::vector<std::uint32_t> parts_;
   std::vector<SharedBytes> groups_;                 // Replicated regions with the same holders.
   std::vector<std::vector<std::uint64_t>> shares_;  // By group, then rank: bytes not assigned yet.
-  std::vector<std::uint64_t> ahead_;  // By rank: estimate of what other groups will assign.
+  // By rank: estimated bytes that other groups will still assign.
+  std::vector<std::uint64_t> ahead_;
   int safetensors_writer_ = 0;
 };
 
@@ -461,14 +463,15 @@ Result<std::string> SavePlanner::Decide(std::span<const std::string> surveys,
                                         const PlanRules& rules, int world) {
   ByteWriter out;
   if (surveys.size() != rules.owners) {
-    return Status(Code::kInternal, "internal error: plan: a rank that plans sent no survey");
+    return Status(Code::kInternal,
+                  "internal error: save plan: a rank that plans sent no survey of its tensors");
   }
   if (rules.placement == PlacementRule::kSafetensors) {
     const auto ranks = static_cast<std::size_t>(world);
     std::string all((ranks + 7) / 8, '\xff');
     for (const std::string& survey : surveys) {
       if (survey.size() != all.size()) {
-        return Status(Code::kInternal, "plan: a survey has the wrong size");
+        return Status(Code::kInternal, "save plan: the survey that a rank sent has the wrong size");
       }
       for (std::size_t i = 0; i < all.size(); ++i) {
         all[i] = static_cast<char>(all[i] & survey[i]);
@@ -484,7 +487,7 @@ Result<std::string> SavePlanner::Decide(std::span<const std::string> surveys,
   std::array<std::uint64_t, kSizeClasses> classes{};
   for (const std::string& survey : surveys) {
     if (survey.size() != 4 * kSizeClasses) {
-      return Status(Code::kInternal, "plan: a survey has the wrong size");
+      return Status(Code::kInternal, "save plan: the survey that a rank sent has the wrong size");
     }
     for (std::size_t c = 0; c < kSizeClasses; ++c) {
       classes[c] += LoadLittle<std::uint32_t>(survey.data() + 4 * c);

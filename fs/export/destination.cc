@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks whether an export may write to its destination: the path is free, or holds an earlier
-// export of the same kind. Files of other origin are never replaced.
+// Checks whether an export may write to its destination: the path is free, or is an earlier export
+// in the same format. Other files are never replaced.
 #include "fs/export/destination.h"
 
 #include <algorithm>
@@ -51,8 +51,8 @@ bool IsHfPart(std::string_view name) {
 }
 
 // How one entry at the top of a directory counts in deciding whether the directory is an export.
-// kExport: only an export of this format has such an entry. kNeutral: an export may have it.
-// kUnrelated: an export never has it, so the directory must not be replaced.
+// kExport: the entry by which an export of this format is recognized. kNeutral: an export may have
+// such an entry. kUnrelated: an export never has it, so the directory must not be replaced.
 enum class EntryVerdict { kExport, kNeutral, kUnrelated };
 
 EntryVerdict ClassifyEntry(const DirectoryEntry& entry, ExportFormat format,
@@ -69,8 +69,8 @@ EntryVerdict ClassifyEntry(const DirectoryEntry& entry, ExportFormat format,
       if (file && (name == "model.safetensors" || name == "model.safetensors.index.json")) {
         return EntryVerdict::kExport;
       }
-      // A tokenizer, for example, that a user added: the new export would not contain it, so the
-      // directory is not replaced.
+      // Any other file, such as a tokenizer that a user added, is unrelated: the new export would
+      // not contain it.
       return file_if(IsHfPart(name) || written.contains(name));
     case ExportFormat::kZarr:
       if (file && name == "zarr.json") return EntryVerdict::kExport;
@@ -116,12 +116,12 @@ Result<bool> LooksExported(FileSystem& fs, const std::string& path, ExportFormat
 // export.
 Result<bool> FileLooksExported(FileSystem& fs, const std::string& path, ExportFormat format) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
-  // A safetensors file begins with 8 bytes of length and a '{', a zip with "PK\3\4".
+  // A safetensors file begins with 8 bytes of length and the '{' of its JSON header, a zip archive
+  // with "PK\3\4".
   char head[9] = {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, file->ReadAt(0, head, sizeof head));
   if (got == 0) return true;
   if (format == ExportFormat::kTorch) return std::string_view(head, got).starts_with("PK\3\4");
-  // First byte of the JSON header, after its 8 bytes of length.
   return got == sizeof head && head[8] == '{';
 }
 
@@ -140,8 +140,10 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
   const std::size_t slash = trimmed.rfind('/');
   out.name_ = slash == std::string::npos ? trimmed : trimmed.substr(slash + 1);
   if (out.name_.empty() || out.name_ == "." || out.name_ == "..") {
-    return Status(Code::kInvalidArgument,
-                  fmt::format("{}: ends with no name for the file or directory to create", path));
+    return Status(
+        Code::kInvalidArgument,
+        fmt::format("{}: the path does not end with a name for the file or directory to create",
+                    path));
   }
   const std::string above =
       slash == std::string::npos ? "." : trimmed.substr(0, std::max<std::size_t>(slash, 1));
@@ -168,8 +170,8 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
   return out;
 }
 
-// An export in a store or checkpoint would damage it: `gc`, `fsck` and rsync do not expect other
-// files there.
+// Refuses a parent directory that is a store or in a checkpoint, because `gc`, `fsck` and copies do
+// not expect other files there.
 Status ExportDestination::CheckParent() const {
   const auto refuse = [this](const std::string& what) {
     return Status(Code::kInvalidArgument,

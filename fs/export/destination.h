@@ -19,8 +19,9 @@ namespace tensormount::fs {
 //
 // Order of calls: Prepare, then all ranks write below temporary(), then Publish or Discard. Without
 // Publish or Discard the files stay, and the next export reports them as a leftover.
-// A mistyped path must not destroy a user's files: only an export of the same format may be
-// replaced, and never a directory that contains the source.
+//
+// A mistyped path must not destroy a user's files: Publish replaces only an export of the same
+// format, and never a directory that contains the source.
 class ExportDestination {
  public:
   // Makes all checks that are possible before writing, creates the temporary directory, and adds a

@@ -76,9 +76,10 @@ class ExportJob {
     ExportWriter writer(*fs_, *view_, plan_, temporary_, comm_.rank(), comm_.size(), options_);
     TENSORMOUNT_RETURN_IF_ERROR(Share(writer));
     mine = Guarded([&] { return writer.Write(); });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: write files"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto crcs,
-                                 collective_.AllGather(writer.PartialCrcs(), "export: join CRCs"));
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: write the files"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto crcs,
+        collective_.AllGather(writer.PartialCrcs(), "export: join the checksums of the files"));
     report_.write_seconds = SecondsSince(start);
 
     start = Clock::now();
@@ -86,11 +87,12 @@ class ExportJob {
       TENSORMOUNT_RETURN_IF_ERROR(writer.PutCrcs(crcs));
       return writer.Sync();
     });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: sync files"));
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: sync the files"));
     ByteWriter written;
     written.U64(writer.bytes_written());
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto all,
-                                 collective_.AllGather(written.bytes(), "export: add sizes"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto all,
+        collective_.AllGather(written.bytes(), "export: add up the sizes of the files"));
     for (const std::string& one : all) report_.bytes_written += ByteReader(one, "report").U64();
     TENSORMOUNT_RETURN_IF_ERROR(Publish());
     report_.sync_seconds = SecondsSince(start);
@@ -99,7 +101,7 @@ class ExportJob {
 
   Status Plan(std::shared_ptr<OpenedCheckpoint> source) {
     CheckpointView::Options how;
-    // Slot 0 belongs to the mount.
+    // Any slot but 0, which would mean the mount itself.
     how.slot = 1;
     how.name = source->name();
     how.list_views = true;
@@ -119,20 +121,21 @@ class ExportJob {
   }
 
   Status AgreeOnPlan(const Status& mine) {
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: plan files"));
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: plan the files"));
     // Without this check, ranks with different arguments would each report that their own export
     // succeeded.
     TENSORMOUNT_RETURN_IF_ERROR(AgreeOn(
         fmt::format("{}, {}{}", destination_, ExportFormatName(options_.format),
                     options_.replace ? ", replaced" : ""),
-        "export: compare arguments", [](int rank, const std::string& a, const std::string& b) {
+        "export: compare the ranks' arguments",
+        [](int rank, const std::string& a, const std::string& b) {
           return fmt::format(
               "export: ranks were called with different arguments: {} on rank 0, {} on rank {}", a,
               b, rank);
         }));
     ByteWriter identity;
     identity.Hash(plan_.Identity());
-    return AgreeOn(identity.bytes(), "export: compare plans",
+    return AgreeOn(identity.bytes(), "export: compare the ranks' plans",
                    [](int rank, const std::string&, const std::string&) {
                      return fmt::format(
                          "export: ranks 0 and {} have different sources or different key rules",
@@ -173,7 +176,8 @@ class ExportJob {
         made = status;
       }
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(temporary_, collective_.Broadcast(made, "export: begin files"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(temporary_,
+                                 collective_.Broadcast(made, "export: create the files"));
     // Strips ".12345678.tmp". Only rank 0 knows the absolute path; the other ranks derive it from
     // the name that rank 0 sent.
     report_.path = temporary_.substr(0, temporary_.size() - 13);
@@ -195,7 +199,7 @@ class ExportJob {
       return Status();
     });
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto all,
-                                 collective_.AllGather(mine.bytes(), "export: link files"));
+                                 collective_.AllGather(mine.bytes(), "export: link the files"));
     std::vector<ExportWriter::SharedExportFile> shared;
     for (const std::string& one : all) {
       ByteReader in(one, "list of linked files");
@@ -225,7 +229,7 @@ class ExportJob {
       });
       if (!status.ok()) done = status;
     }
-    const Status told = collective_.Broadcast(done, "export: publish files").status();
+    const Status told = collective_.Broadcast(done, "export: publish the files").status();
     // If rank 0 has published, the temporary name does not exist any more, even if the broadcast
     // failed. So rank 0 must not remove it or report it as left.
     if (done.ok()) published_ = comm_.rank() == 0;

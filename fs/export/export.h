@@ -25,7 +25,7 @@ struct ExportReport {
   std::uint64_t files = 0;
   std::uint64_t tensors = 0;
   std::uint64_t bytes = 0;          // Size of all files.
-  std::uint64_t bytes_written = 0;  // `bytes` without shared files:
+  std::uint64_t bytes_written = 0;  // `bytes` without the files that are shared:
   std::uint64_t files_cloned = 0;   // Number of files shared by a reflink.
   std::uint64_t files_linked = 0;   // Number of files shared by a hard link.
   double plan_seconds = 0;

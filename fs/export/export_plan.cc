@@ -310,7 +310,8 @@ Result<std::shared_ptr<const VirtualFile>> ExportPlan::Open(const CheckpointView
   if (file.made) return file.made;
   TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, view.OpenFile(file.node));
   if (opened->size() == file.size) return opened;
-  return Status(Code::kInternal, opened->label() + ": has another size than its directory listed");
+  return Status(Code::kInternal,
+                opened->label() + ": the file has another size than its directory lists");
 }
 
 Hash128 ExportPlan::Identity() const {
@@ -332,7 +333,7 @@ Status CheckNotCancelled(const ExportOptions& options) {
   return cancelled ? Status(Code::kCancelled, "interrupted") : Status();
 }
 
-// The two checks come first, since they read only the index.
+// Checks dtypes and free space first, because both checks read only the index.
 Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOptions& options,
                                   int dcp_files, std::uint64_t room) {
   ExportPlan plan;

@@ -41,7 +41,7 @@ struct ExportOptions {
   ExportFormat format = ExportFormat::kSafetensors;
   // Replace an earlier export of the same format; other files are never replaced.
   bool replace = false;
-  std::shared_ptr<const KeyMap> map;  // Renames keys; null: no key.
+  std::shared_ptr<const KeyMap> map;  // Renames keys; null: keys stay.
   HfOptions hf;
   // For dcp: largest number of bytes of a tensor in one item. Readers load an item as a whole, and
   // smaller items spread more evenly over the files.
@@ -88,8 +88,8 @@ struct ExportPlan {
   // overwrite each other's ranges.
   Result<std::shared_ptr<const VirtualFile>> Open(const CheckpointView& view,
                                                   const ExportFile& file) const;
-  // Hash of the names, sizes and order of the files. It does not cover data, because all ranks
-  // opened the same path.
+  // Hash of the names, sizes and order of the files, and of their numbers of holes. It does not
+  // cover data, because all ranks opened the same path.
   Hash128 Identity() const;
 };
 
@@ -104,8 +104,8 @@ Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOption
 
 // ---- For planners of formats -------------------------------------------------------------------
 
-// Adds a note that lists the names of values that a format cannot store; adds none if there are no
-// names. `what`: the begin of the note, such as "DCP cannot store the values".
+// Adds a note that lists the names of values that a format cannot store; no note if there are no
+// names. `what`: the beginning of the note, such as "DCP cannot store the values".
 void NoteUnsupportedValues(std::string_view what, const std::vector<std::string>& names,
                            ExportPlan& plan);
 
@@ -113,7 +113,8 @@ void NoteUnsupportedValues(std::string_view what, const std::vector<std::string>
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
                  FileSegments segments, std::vector<CrcHole> holes);
 
-// Plans one torch.save file with a state dict, nested as the checkpoint records (kPlannerData).
+// Plans one torch.save file with a state dict, nested as the checkpoint records it (SavedPaths in
+// index/read/saved_paths.h).
 Status PlanTorch(const CheckpointView& view, ExportPlan& plan);
 
 }  // namespace tensormount::fs

@@ -92,7 +92,7 @@ std::vector<ExportWriter::SharedExportFile> ExportWriter::ShareFiles() {
         shared.push_back({.file = n, .linked = false});
         continue;
       }
-      // The link below needs the name again.
+      // Frees the name for the hard link below.
       (void)made.value()->Close();
       (void)fs_.RemoveFile(path);
     }
@@ -159,7 +159,7 @@ Status ExportWriter::Write() {
       TENSORMOUNT_RETURN_IF_ERROR(WriteRange(n, range));
     }
   }
-  // The buffer is not needed for the CRCs.
+  // Frees the buffer, which the remaining steps do not need.
   buffer_ = {};
   return {};
 }
@@ -181,7 +181,8 @@ Status ExportWriter::WriteRange(std::uint32_t number, const ByteRange& range) {
                                  source->Read(at, buffer_.data(), n, nullptr));
     // The file has `file.size` bytes, so a short read is an error of the view.
     if (got != n)
-      return Status(Code::kInternal, source->label() + ": ends before the size that was listed");
+      return Status(Code::kInternal,
+                    source->label() + ": the file is shorter than its directory lists");
     AddCrc(number, at, buffer_.data(), n);
     if (out != nullptr) {
       TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(at, buffer_.data(), n));
@@ -259,7 +260,7 @@ Status ExportWriter::PutCrcs(const std::vector<std::string>& parts) {
     const CrcHole& hole = plan_.files[id.first].holes[id.second];
     if (part.covered == hole.covered) {
       TENSORMOUNT_RETURN_IF_ERROR(PutCrc(id, {part}));
-      // The rank that read the first byte of a hole writes the hole's CRC.
+      // If several ranks read a hole, the one that read its first byte writes its CRC.
     } else if (part.covered.begin == hole.covered.begin) {
       TENSORMOUNT_RETURN_IF_ERROR(PutCrc(id, std::move(shared[id])));
     }

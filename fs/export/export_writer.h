@@ -25,8 +25,8 @@ namespace tensormount::fs {
 // the verification of the view.
 //
 // The share of rank r follows from the plan, r and the number of ranks, without communication: all
-// files are laid out on one axis, and rank r gets the r-th part. A file counts as more bytes than
-// it has, because creating one costs time.
+// files are laid out on one axis (the cost axis), and rank r gets the r-th part. A file counts as
+// more bytes than it has, because creating a file costs time.
 //
 // Order of calls: ShareFiles, Skip (both only if a file of the plan is backed), Write, PartialCrcs,
 // PutCrcs, Sync. All ranks make them; between the calls the ranks exchange the returned values and

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chunks and the pickle .metadata of a directory of torch.distributed.checkpoint.
+// Cuts tensors into the chunks of torch.distributed.checkpoint (DCP) and writes its pickle
+// .metadata.
 #include "fs/formats/dcp_metadata.h"
 
 #include <algorithm>
@@ -14,8 +15,9 @@ namespace {
 
 constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata";
 
-// Dataclasses are pickled as Python does: NEWOBJ without arguments, then BUILD with a dict of the
-// fields or, for TensorProperties, with the tuple of its __getstate__.
+// Writes a new object of a dataclass as Python's pickler does: NEWOBJ without arguments. The caller
+// sets its fields with Build, from a dict or, for TensorProperties, from the tuple that its
+// __getstate__ returns.
 void NewDataclass(PickleWriter& pickle, std::string_view module, std::string_view name) {
   pickle.Global(module, name);
   pickle.EmptyTuple();
@@ -36,7 +38,8 @@ std::string DcpFileName(std::uint32_t file) { return fmt::format("__{}_0.distcp"
 DcpCut::DcpCut(const TensorMeta& meta, std::uint64_t chunk_bytes) : meta_(meta) {
   if (meta.bytes() <= chunk_bytes) return;
   const Dims shape = TorchDims(meta.dtype(), meta.shape());
-  // [1, 8, 64] is cut along axis 1. The loop ends because the tensor has more than one element.
+  // Shape [1, 8, 64] is cut along axis 1. The loop ends if chunk_bytes is at least the size of an
+  // element, because the tensor then has more than one element.
   while (shape[axis_] == 1) ++axis_;
   const std::int64_t extent = shape[axis_];
   row_bytes_ = meta.bytes() / static_cast<std::uint64_t>(extent);
@@ -58,7 +61,7 @@ DcpChunk DcpCut::At(std::uint64_t n) const {
   return chunk;
 }
 
-// The fields are written in the order of the dataclass Metadata.
+// The fields are written in the order in which torch's dataclass Metadata declares them.
 DcpMetadataWriter::DcpMetadataWriter() {
   NewDataclass(pickle_, kModule, "Metadata");
   pickle_.EmptyDict();
@@ -77,7 +80,7 @@ void DcpMetadataWriter::PickleProperties(DType dtype) {
   pickle_.Tuple1();
   pickle_.Reduce();
   pickle_.Bool(false);  // requires_grad
-  // The memory format, an enumeration.
+  // Field memory_format, an enumeration.
   pickle_.Global(kModule, "_MEM_FORMAT_ENCODING");
   pickle_.Int(0);  // TORCH_CONTIGUOUS_FORMAT
   pickle_.Tuple1();
@@ -148,7 +151,9 @@ void DcpMetadataWriter::BeginItems() {
   pickle_.Mark();
 }
 
-// The key of an item. Chunks of tensors have an index and an offset; other values have neither.
+// Writes a MetadataIndex, which is the key of an item in storage_data. Chunks of tensors have an
+// index and an offset. For other values `offsets` is null: the index is None, the offset is
+// omitted.
 void DcpMetadataWriter::PickleIndex(std::string_view fqn, const Dims* offsets, std::uint64_t n) {
   NewDataclass(pickle_, kModule, "MetadataIndex");
   pickle_.EmptyDict();
@@ -194,7 +199,7 @@ void DcpMetadataWriter::AddItem(std::string_view fqn, const DcpItem& item, const
 
 std::string DcpMetadataWriter::Finish() {
   pickle_.SetItems();
-  // storage_meta (since torch 2.3) describes the save; every release works without it.
+  // storage_meta (since torch 2.3) describes the save. None is enough: no release needs it to load.
   pickle_.String("storage_meta");
   pickle_.None();
   pickle_.String("version");

@@ -13,8 +13,8 @@
 #include "fs/formats/pickle_writer.h"
 #include "shard/tensor_meta.h"
 
-// Describes a directory of torch.distributed.checkpoint as FileSystemWriter of torch 2.13 does: how
-// tensors are cut into chunks, and the pickle .metadata.
+// Describes a directory of torch.distributed.checkpoint (DCP) as FileSystemWriter of torch 2.13
+// does: how tensors are cut into chunks, and the pickle .metadata.
 
 namespace tensormount::fs {
 
@@ -29,13 +29,13 @@ struct DcpChunk {
   std::uint64_t bytes = 0;
 };
 
-// Cuts a tensor along its first axis of more than one index into runs of about `chunk_bytes` at
-// most.
+// Cuts a tensor along its first axis with an extent above 1 into chunks of at most `chunk_bytes`
+// bytes, or of one index of that axis if its bytes are more.
 // DCP describes chunks as boxes (offsets, sizes). Cutting along this axis makes each box one
 // row-major run of bytes, which is read without strides.
 class DcpCut {
  public:
-  // `meta` must outlive this object and be of a tensor that torch can hold (TorchHolds).
+  // `meta` must outlive this object, and TorchHolds(meta) must be true.
   DcpCut(const TensorMeta& meta, std::uint64_t chunk_bytes);
   std::uint64_t chunks() const { return chunks_; }
   DcpChunk At(std::uint64_t n) const;
@@ -43,7 +43,7 @@ class DcpCut {
  private:
   const TensorMeta& meta_;
   int axis_ = 0;
-  std::int64_t rows_ = 0;  // Most indices along axis_ in a chunk.
+  std::int64_t rows_ = 0;  // Largest number of indices along axis_ in a chunk.
   std::uint64_t row_bytes_ = 0;
   std::uint64_t chunks_ = 1;
 };
@@ -56,7 +56,7 @@ struct DcpItem {
 };
 
 // Writes .metadata, a pickle of class Metadata, as pickle.dump does. Its three parts are written
-// one after the other. `fqn` (fully qualified name) is DCP's term for a key.
+// in the order of the functions below. `fqn` (fully qualified name) is DCP's term for a key.
 class DcpMetadataWriter {
  public:
   DcpMetadataWriter();
@@ -65,7 +65,7 @@ class DcpMetadataWriter {
   void AddTensor(std::string_view fqn, const TensorMeta& meta, const DcpCut& cut);
   void AddBytes(std::string_view fqn);
 
-  // Part planner_data: paths in nested dicts and lists.
+  // Part planner_data: for each fqn the path of its value in nested dicts and lists.
   void BeginPaths();
   void AddPath(std::string_view fqn, const std::vector<CommonKey>& path);
 

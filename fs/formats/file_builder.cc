@@ -7,7 +7,7 @@
 
 namespace tensormount::fs {
 
-// Returns offsets and not a view, because text_ grows and moves.
+// Returns offsets instead of a string_view, because text_ moves in memory when it grows.
 ByteRange FileBuilder::StoreText(std::string_view text) {
   const std::uint64_t begin = text_.size();
   text_.append(text);
@@ -19,8 +19,8 @@ void FileBuilder::Append(FileSegments::Segment::Kind kind, std::uint32_t ordinal
   if (length == 0) return;
   if (!segments_.empty()) {
     FileSegments::Segment& last = segments_.back();
-    // Extends the last segment if the kept text follows that segment's. A kept text that is used
-    // again begins a new segment.
+    // Extends the last segment if this text follows that segment's text in text_. A text that is
+    // added a second time does not follow it, so it begins a new segment.
     if (kind == FileSegments::Segment::Kind::kLiteral && last.kind == kind &&
         last.skip + last.length == skip) {
       last.length += length;

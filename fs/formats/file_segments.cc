@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files as segments side by side (file_segments.h).
+// Builds the list of segments that describes a virtual file.
 #include "fs/formats/file_segments.h"
 
 #include "shard/tensor_meta.h"
@@ -35,8 +35,8 @@ void FileSegments::AddText(std::shared_ptr<const GeneratedText> text) {
 
 void FileSegments::AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length) {
   if (length == 0) return;
-  // tensor_ is kept while all segments are of one tensor. With a second tensor it stays empty, so
-  // that reads do not use the wrong entry.
+  // tensor_ is set while all segments are of one tensor. Once a second tensor is added it stays
+  // empty, so that reads do not use the wrong entry.
   if (!tensor_ && !several_tensors_) {
     tensor_ = tensor;
   } else if (tensor_ && tensor_->ordinal != tensor.ordinal) {
@@ -62,7 +62,7 @@ Status FileSegments::AddBox(const TensorEntry& tensor, const Box& box, const Dim
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                ByteRegion(meta.dtype(), meta.shape(), Region(box)));
   // TensorMeta::Make checks for overflow, which a container larger than the tensor could cause. The
-  // bytes of the container are the size of the file.
+  // segment has as many bytes as the container.
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorMeta packed,
                                TensorMeta::Make(meta.key(), meta.dtype(), container));
   if (packed.bytes() == 0) return Status();

@@ -16,7 +16,7 @@
 namespace tensormount::fs {
 
 // The content of a virtual file: adjacent segments from offset 0. A view makes the segments,
-// VirtualFile reads them. Copies share the parts that are immutable.
+// VirtualFile reads them. Copies share literals, generated text and shared segments.
 //
 // Example, npy/w.npy of a tensor of 96 bytes:
 //   kLiteral  begin 0    length 128  the NumPy header
@@ -36,33 +36,33 @@ class FileSegments {
       kBox,      // Box number `ordinal`, row-major within its container.
       kObject,   // Object part number `ordinal`.
     } kind = Kind::kLiteral;
-    // A number whose meaning depends on `kind`.
+    // Number of the literal, tensor, box or object part, as described at Kind; 0 for kText.
     std::uint32_t ordinal = 0;
     std::uint64_t begin = 0;  // Offset in the file.
     std::uint64_t length = 0;
     std::uint64_t skip = 0;
   };
-  // A box of a tensor, stored as a packed row-major array of `container` elements with the box at
-  // the origin and zeros elsewhere (edge chunks of zarr). container == box.extent(): a plain slice.
-  // Made when the file is opened, so that a read only has to find its byte range.
+  // A box of a tensor, shown as a packed row-major array of shape `container`: the box is at the
+  // origin, and zeros are elsewhere, as edge chunks of Zarr need. If container == box.extent(), the
+  // array is a plain slice. Computed when the file is opened, so that reads only find byte ranges.
   struct BoxSource {
     TensorEntry tensor;
     Box box;
     Dims container;
     std::uint64_t bytes = 0;  // Size of the container.
-    // Box and container in bytes (shard/tensor_meta.h): the box within the tensor's ByteShape, and
-    // the container in axes of that shape.
+    // The box and the container in bytes instead of elements, along the axes of the tensor's
+    // ByteShape (shard/tensor_meta.h).
     Box byte_box;
     Dims byte_container;
   };
 
-  // The Add functions append a segment; an empty one adds nothing.
+  // The Add functions append a segment; a segment of 0 bytes is not added.
   void AddLiteral(std::string text);
   void AddLiteral(std::shared_ptr<const std::string> text);
   // Call it at most once for a file; views that need more text put literals around the generated
   // text.
   void AddText(std::shared_ptr<const GeneratedText> text);
-  // `length` of the tensor's row-major bytes, from `skip` on.
+  // Appends `length` of the tensor's row-major bytes, from byte `skip` on.
   void AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length);
   void AddTensor(const TensorEntry& tensor) { AddTensor(tensor, 0, tensor.meta.bytes()); }
   // Appends a BoxSource. kInvalidArgument if the box is not within the tensor or the container, or
@@ -71,7 +71,7 @@ class FileSegments {
   void AddObject(std::uint32_t part, std::uint64_t length);
   // Used instead of the Add functions for very many segments that several files share; `head` is
   // literal number 0. The segments must be adjacent, from offset 0.
-  // reads_data() is always true for the result, because all callers have tensors in it.
+  // reads_data() is always true for the result, because the files of all callers have stored bytes.
   static FileSegments FromSharedSegments(std::shared_ptr<const std::vector<Segment>> segments,
                                          std::shared_ptr<const std::string> head);
 
@@ -83,16 +83,15 @@ class FileSegments {
   }
   const GeneratedText& text() const { return *text_; }
   const BoxSource& box(std::uint32_t n) const { return boxes_[n]; }
-  // The tensor's entry, if all kTensor segments added by AddTensor are of one tensor: looking it up
-  // again for each read would cost more than the read. With several tensors a read looks up those
-  // that it touches.
+  // The tensor's entry, if all kTensor segments added by AddTensor are of one tensor. It is kept,
+  // because looking it up for each read would cost more than the read. In a file of several tensors
+  // each read looks up the tensors that it touches.
   const std::optional<TensorEntry>& tensor() const { return tensor_; }
   bool is_shared() const { return shared_ != nullptr; }  // Whether FromSharedSegments made it.
-  // Whether reads access data files, and so may block as long as storage does. Generated text does
-  // not count: it is made from the index (Vfs::MayBlock).
-  // Decides whether a read is queued for another thread, whether a large file may bypass the page
-  // cache, and whether a stored file with the same bytes is searched. Text of extents/ that must
-  // look up chunks in other files does so in Stat and Open.
+  // Whether reads access data files, and so may block as long as storage does. False for files of
+  // literals and generated text, which is rendered from the index.
+  // The mount uses this to decide whether a read is queued for another thread, whether a large file
+  // may bypass the page cache, and whether it searches for a stored file with the same bytes.
   bool reads_data() const { return reads_data_; }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text that is rendered when it is read and kept only while it is being read.
+// Text that is rendered when it is read; only the block that was read last is kept.
 // Make renders all blocks once to measure them. Read finds the block of an offset and renders it
 // again. If the renderer then gives another length, Read fails, because bytes would be at wrong
 // offsets.
@@ -38,7 +38,7 @@ Status GeneratedText::RenderBlock(std::size_t block, std::string& out) const {
 Status GeneratedText::Read(std::uint64_t offset, void* out, std::size_t size) const {
   char* to = static_cast<char*>(out);
   while (size > 0) {
-    std::string_view run;  // Available bytes from `offset` on.
+    std::string_view run;  // Text from `offset` to the end of the head, block or tail.
     std::shared_ptr<const std::string> block_text;
     if (offset < head_.size()) {
       run = std::string_view(head_).substr(offset);
@@ -54,8 +54,8 @@ Status GeneratedText::Read(std::uint64_t offset, void* out, std::size_t size) co
         if (cached_block_ == block) block_text = cached_;
       }
       if (!block_text) {
-        // The lock is not held, because rendering may read the index and other readers want other
-        // blocks. Two readers of the same block may both render it.
+        // Rendering may read the index, so the lock is not held: readers of other blocks need not
+        // wait. Two readers of the same block may both render it.
         auto made = std::make_shared<std::string>();
         TENSORMOUNT_RETURN_IF_ERROR(RenderBlock(block, *made));
         if (made->size() != begins_[block + 1] - begins_[block]) {

@@ -39,8 +39,8 @@ class GeneratedText {
   Status Read(std::uint64_t offset, void* out, std::size_t size) const;
 
  private:
-  // Number of items in a block, which is rendered as a whole: some ten KiB of text, and 8 bytes of
-  // memory for its offset. Larger blocks would make small reads slow, smaller ones would make
+  // Number of items in a block, which is rendered as a whole: tens of KiB of text, and 8 bytes of
+  // memory for its offset. Larger blocks would make small reads slow; smaller blocks would make
   // begins_ large.
   static constexpr std::uint32_t kBlockItems = 256;
   GeneratedText(std::string head, std::uint32_t items, Render render, std::string tail)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pickles of the kinds of values that exports need, as Python's own pickler writes them.
+// Writes pickles of the kinds of values that exports need, as Python's own pickler does.
 #include "fs/formats/pickle_writer.h"
 
 #include <bit>
@@ -8,7 +8,7 @@
 namespace tensormount::fs {
 
 PickleWriter::PickleWriter(int protocol) : protocol_(protocol) {
-  // PROTO.
+  // Opcode PROTO: the version of the protocol.
   Op('\x80');
   Op(static_cast<char>(protocol));
 }
@@ -17,7 +17,8 @@ void PickleWriter::Little(std::uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) out_.push_back(static_cast<char>(value >> (8 * i)));
 }
 
-// Uses the shortest opcode for the value, like Python: BININT1, BININT2, BININT, LONG1.
+// Uses the shortest of the opcodes BININT1, BININT2, BININT and LONG1 that has room for the value.
+// LONG1 always gets 8 bytes here; Python writes fewer if they suffice.
 void PickleWriter::Int(std::int64_t value) {
   if (value >= 0 && value <= 0xFF) {
     Op('K');
@@ -67,7 +68,7 @@ void PickleWriter::RawString(std::string_view utf8) {
 }
 
 void PickleWriter::String(std::string_view utf8) {
-  // If the string is new, Put below takes slot slots_.
+  // If the string is new, Put below returns slots_ as its slot.
   const auto [it, added] = strings_.emplace(utf8, slots_);
   if (!added) {
     Get(it->second);
@@ -78,7 +79,7 @@ void PickleWriter::String(std::string_view utf8) {
 }
 
 std::string PickleWriter::BytesHead(std::uint64_t length) {
-  // PROTO 4, BINBYTES8.
+  // The opcodes PROTO 4 and BINBYTES8; a length of 8 bytes follows.
   std::string out("\x80\x04\x8e", 3);
   for (int i = 0; i < 8; ++i) out.push_back(static_cast<char>(length >> (8 * i)));
   return out;
@@ -124,7 +125,7 @@ void PickleWriter::Global(std::string_view module, std::string_view name) {
     out_.append(module).push_back('\n');
     out_.append(name).push_back('\n');
   }
-  // Set last, because String may have taken slots.
+  // The slot is known only now, because String above may have taken slots.
   it->second = Put();
 }
 
@@ -164,7 +165,7 @@ void PickleWriter::Tuple(const Dims& values) {
 }
 
 void PickleWriter::Common(const CommonValue& value) {
-  // Writes items between a MARK and the opcode that takes them.
+  // Writes a MARK and the items; the caller then writes the opcode that takes them.
   const auto items = [this](const std::vector<CommonValue>& list) {
     Mark();
     for (const CommonValue& item : list) Common(item);
@@ -209,7 +210,7 @@ void PickleWriter::Common(const CommonValue& value) {
   }
 }
 
-// STOP.
+// Writes the opcode STOP.
 std::string PickleWriter::Finish() {
   Op('.');
   return std::move(out_);

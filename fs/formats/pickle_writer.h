@@ -23,13 +23,13 @@ namespace tensormount::fs {
 //
 //   writer.Int(1); writer.Int(2); writer.Tuple2();
 //
-// The output is read by torch.load with weights_only, which knows only the opcodes and globals of
-// protocol 2 that torch uses, and by torch.distributed.checkpoint, which unpickles .metadata.
-// index/archives/pickle.h reads pickles.
+// Two programs read the output: torch.load with weights_only, which knows only the opcodes and
+// globals of protocol 2 that torch uses, and torch.distributed.checkpoint, which unpickles
+// .metadata (protocol 4). index/archives/pickle.h reads pickles.
 class PickleWriter {
  public:
-  // `protocol`: 2 for files that torch.load reads with weights_only (torch.save writes it, too), 4
-  // for the output of pickle.dump.
+  // `protocol`: 2, as torch.save uses, for files that torch.load reads with weights_only; 4, as
+  // pickle.dump uses, for other pickles.
   explicit PickleWriter(int protocol);
 
   void None() { Op('N'); }
@@ -40,13 +40,15 @@ class PickleWriter {
   void Float(double value);
   // The caller must pass valid UTF-8, because Python refuses to load other strings.
   void String(std::string_view utf8);
-  // Protocol 2 has no bytes, so a call of _codecs.encode is written, as by Python's pickler.
+  // Protocol 2 has no opcode for bytes, so a call of _codecs.encode is written, as Python's pickler
+  // does.
   void Bytes(std::string_view bytes);
-  // A class or function by name; the reader imports it.
+  // Writes a class or function by its name; the program that loads the pickle imports it.
   void Global(std::string_view module, std::string_view name);
-  // A tuple of integers.
+  // Writes a tuple of integers.
   void Tuple(const Dims& values);
-  // Writes a common value; dicts, lists and tuples recursively. A save has limited their depth.
+  // Writes a common value. The recursion into dicts, lists and tuples is bounded, because a save
+  // limits how deep common values nest.
   void Common(const CommonValue& value);
 
   void Mark() { Op('('); }
@@ -63,13 +65,14 @@ class PickleWriter {
   void NewObject() { Op('\x81'); }
   void PersistentId() { Op('Q'); }
 
-  // Memoizes the value on top of the stack; Get(slot) pushes it again. Slots are numbered in the
-  // order of Put.
+  // Memoizes the value on top of the stack and returns its slot; Get(slot) pushes the value again.
+  // Slots are numbered from 0 in the order of the calls of Put.
   std::uint32_t Put();
   void Get(std::uint32_t slot);
 
-  // A pickle of protocol 4 of a bytes object is BytesHead, then its `length` bytes, then one STOP
-  // byte. This lets an object of any size become a pickle without copying its bytes.
+  // The beginning of a protocol 4 pickle of a bytes object; the object's `length` bytes and one
+  // STOP byte complete the pickle. So an object of any size becomes a pickle without copying its
+  // bytes.
   static std::string BytesHead(std::uint64_t length);
 
   // Ends the pickle and returns it. Call it once.

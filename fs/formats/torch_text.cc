@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names of dtypes, storages and devices in PyTorch's pickles.
+// Writes dtypes, tensors and encoded values as PyTorch's pickles contain them.
 #include "fs/formats/torch_text.h"
 
 #include <algorithm>
@@ -61,7 +61,8 @@ std::optional<Tagged> TaggedOf(const CommonValue& value) {
   return Tagged{*tag, &payload};
 }
 
-// Whether Python can hash the value, as dict keys require.
+// Whether Python can hash the value, as dict keys require. Encoded objects, which are dicts here,
+// count as not hashable.
 bool IsHashable(const CommonValue& value) {
   if (const auto* tuple = value.get_if<CommonTuple>()) {
     return std::ranges::all_of(tuple->items, IsHashable);
@@ -78,7 +79,8 @@ bool IsDevice(std::string_view text) {
          number.size() <= 3 && number.find_first_not_of("0123456789") == number.npos;
 }
 
-// Writes an encoded value; false if that is not possible. `pickle`: null to check only.
+// Writes an encoded value. Returns false if torch.load could not read it back. If `pickle` is null,
+// the value is only checked.
 bool WriteEncoded(PickleWriter* pickle, const CommonValue& value);
 
 bool WriteItems(PickleWriter* pickle, const std::vector<CommonValue>& items) {
@@ -118,7 +120,8 @@ bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
   if (tagged.tag == "odict") return WritePairs(pickle, payload, "OrderedDict");
   if (tagged.tag == "counter") return WritePairs(pickle, payload, "Counter");
   if (tagged.tag == "numpy" && items != nullptr && items->size() == 2) {
-    // NaNs, complex numbers and ml_dtypes types are encoded with their bytes.
+    // NaNs, complex numbers and numbers of ml_dtypes are encoded as their bytes. They are refused,
+    // because a pickle would contain a bytes object instead of a number.
     const auto* type = items->front().get_if<std::string>();
     const CommonValue& number = items->back();
     if (type == nullptr || (number.get_if<CommonBytes>() != nullptr && *type != "bytes"))
@@ -203,7 +206,7 @@ std::uint64_t TorchElementBytes(DType dtype) {
   return dtype == DType::kF4 ? 1 : InfoOf(dtype).bits / 8;
 }
 
-// The table has "torch.bfloat16"; a pickle needs module and name separately.
+// The table in shard/dtype.cc has "torch.bfloat16"; a pickle needs module and name separately.
 void PickleDType(PickleWriter& pickle, DType dtype) {
   std::string_view name = dtype == DType::kF4 ? kPairsOfF4 : InfoOf(dtype).torch;
   name.remove_prefix(std::min(name.size(), std::string_view("torch.").size()));

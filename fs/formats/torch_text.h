@@ -12,15 +12,16 @@
 #include "fs/formats/zip_writer.h"
 #include "shard/tensor_meta.h"
 
-// Text that both torch formats share: descriptions of tensors and plain values in a pickle, and the
-// small entries of an archive.
+// Text that torch.save files and DCP checkpoints share: descriptions of tensors and plain values in
+// a pickle, and the small entries of a zip archive.
 
 namespace tensormount::fs {
 
-// Whether torch has a type for the tensor. Its only type for f4, float4_e2m1fn_x2, packs two
+// Whether torch has a type for the tensor. Torch's only type for f4, float4_e2m1fn_x2, packs two
 // elements in a byte along the last axis, so the extent of that axis must be even.
 bool TorchHolds(const TensorMeta& meta);
-// Converts a shape, offsets or sizes to torch's elements; the tensor must satisfy TorchHolds.
+// Converts a shape, offsets or sizes to torch's elements: two of f4 are one of torch. The tensor
+// must satisfy TorchHolds.
 Dims TorchDims(DType dtype, const Dims& dims);
 std::uint64_t TorchElementBytes(DType dtype);
 
@@ -35,13 +36,13 @@ void PickleTensor(PickleWriter& pickle, DType dtype, const Dims& shape, std::str
 void PickleDType(PickleWriter& pickle, DType dtype);
 
 // Writes an encoded value of the Python package (docs/state-dicts.md, "Encoded values") as the
-// Python object that it encodes. NumPy numbers become Python numbers. False, and nothing is
-// written, for types that torch.load with weights_only rejects.
+// Python object that it encodes. NumPy numbers become Python numbers. Returns false and writes
+// nothing if the value is no such encoding or torch.load with weights_only would reject the object.
 bool PickleEncoded(PickleWriter& pickle, const CommonValue& value);
 // Whether PickleEncoded would succeed; writes nothing.
 bool CanPickleEncoded(const CommonValue& value);
 
-// Adds the archive's small entries: the first function those between data.pkl and the storages, the
+// Add the archive's small entries: the first function those between data.pkl and the storages, the
 // second those after the storages.
 // torch.load needs byteorder and version; the others are what torch 2.13 writes.
 void AddEntriesBeforeData(ZipWriter& zip, std::string& out);

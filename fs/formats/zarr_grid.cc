@@ -26,7 +26,8 @@ Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const Tenso
     if (chunk.region.empty()) continue;
     const Box& box = chunk.region.box();
     if (chunk.region.is_flat() || !box.Within(shape)) return std::optional<Dims>();
-    // Chunks are sorted by their first element, so the first chunk is at the origin.
+    // Chunks are sorted by their first element, so the first chunk is at the origin and has the
+    // shape of the grid's chunks.
     if (!cell) cell = box.extent();
     for (int a = 0; a < shape.rank(); ++a) {
       const std::int64_t extent = (*cell)[a];
@@ -39,9 +40,9 @@ Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const Tenso
   return cell;
 }
 
-// Halves the shape of a chunk along its first axis longer than one, until the chunk has at most
-// kMaxCellBytes. Halves of rows are still rows. An odd extent is rounded up, so a chunk may have
-// bytes of two stored chunks; the grid stays regular.
+// Halves the shape of a chunk along its first axis with an extent above 1, until the chunk has at
+// most kMaxCellBytes. An odd extent is rounded up to keep the grid regular, so a chunk may have
+// bytes of two stored chunks.
 Dims Halved(Dims cell, const TensorMeta& meta) {
   const std::uint64_t per_element = std::max<std::uint64_t>(meta.bytes() / meta.elements(), 1);
   std::uint64_t elements = 1;
@@ -63,7 +64,8 @@ ZarrGrid::ZarrGrid(const Dims& shape, const Dims& chunk)
   for (int a = 0; a < shape.rank(); ++a) {
     chunk_[a] = std::max<std::int64_t>(chunk[a], 1);
     counts_[a] = CeilDiv(shape[a], chunk_[a]);
-    chunks_ *= static_cast<std::uint64_t>(counts_[a]);  // At most the number of elements.
+    // Cannot overflow: there are at most as many chunks as elements.
+    chunks_ *= static_cast<std::uint64_t>(counts_[a]);
   }
 }
 
@@ -116,7 +118,7 @@ Box ZarrGrid::BoxOf(std::uint64_t number) const {
     extent[a] = std::min(chunk_[a], shape_[a] - begin[a]);
     number /= count;
   }
-  // Cannot fail within a checked shape.
+  // Cannot fail: the box lies within the shape, which was checked.
   return Box::Make(begin, extent).value();
 }
 

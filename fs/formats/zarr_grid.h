@@ -18,11 +18,11 @@ namespace tensormount::fs {
 // j) begins at (i, j) times that shape. Chunks at the upper edges are padded to the full shape with
 // the fill value, as Zarr requires. The grid depends only on the checkpoint. The shards of ranks
 // often form such a grid: rows, columns or blocks of one size, smaller at the upper edges.
-// A grid takes a few hundred bytes. Make reads the extents of a tensor with several chunks once.
+// A grid takes a few hundred bytes. If the tensor has several chunks, Make reads all its extents.
 class ZarrGrid {
  public:
-  // Target size of a row block. A client reads chunks whole: large enough to hide the cost of
-  // opening a file, small enough that several fit in any client's memory.
+  // Target size of a row block. Clients read whole chunks, so a block must be large enough to hide
+  // the cost of opening a file, and small enough that several fit in a client's memory.
   static constexpr std::uint64_t kRowBlockBytes = std::uint64_t{32} << 20;
 
   // Stored chunks larger than this are split, because clients read a whole chunk to get one row.
@@ -34,14 +34,14 @@ class ZarrGrid {
   // reaches to the next multiple or to the edge. The publish has checked that no box is missing.
   static Result<ZarrGrid> Make(const CheckpointIndex& index, const TensorEntry& tensor,
                                std::uint64_t max_chunks);
-  // Row blocks of about kRowBlockBytes, larger if there would be over `max_chunks` chunks. If one
-  // row is larger, the next axis is cut. Never fails.
+  // Blocks of consecutive rows, of about kRowBlockBytes, or larger if there would be over
+  // `max_chunks` chunks. If one row is larger than that, the next axis is cut too. Never fails.
   static ZarrGrid RowBlocks(const TensorMeta& meta, std::uint64_t max_chunks);
 
-  // Each extent is at least 1, as the format requires.
+  // Shape of the chunks. Each extent is at least 1, as the format requires.
   const Dims& chunk() const { return chunk_; }
   std::uint64_t chunks() const { return chunks_; }  // 0 for tensors without elements.
-  // The part of the tensor that a chunk has, without padding. `number` must be below chunks().
+  // The part of the tensor that a chunk contains, without padding. `number` must be below chunks().
   Box BoxOf(std::uint64_t number) const;
   std::string NameOf(std::uint64_t number) const;  // "c.0.1"; "c" for a scalar.
   std::optional<std::uint64_t> NumberOf(std::string_view name) const;

@@ -19,8 +19,8 @@ void Little(std::string& out, std::uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) out.push_back(static_cast<char>(value >> (8 * i)));
 }
 
-// The zip64 extra field for values over 32 bits; empty if all fit. The size is written twice
-// (compressed and uncompressed). Values that fit 32 bits are omitted, as the format requires.
+// The zip64 extra field for values over 32 bits; empty if both values fit. The size is written
+// twice (compressed and uncompressed). Values that fit 32 bits are omitted, as the format requires.
 std::string Zip64(std::uint64_t size, std::uint64_t header) {
   std::string fields;
   if (size >= kMax32) {
@@ -37,7 +37,8 @@ std::string Zip64(std::uint64_t size, std::uint64_t header) {
 
 }  // namespace
 
-// Whether the sizes in the descriptor have 64 bits: if the header has a zip64 extra field.
+// Whether the sizes in the descriptor have 64 bits, as they must if the header has a zip64 extra
+// field.
 bool ZipWriter::IsLong(const Entry& entry) {
   return entry.size >= kMax32 || entry.header >= kMax32;
 }
@@ -45,7 +46,8 @@ bool ZipWriter::IsLong(const Entry& entry) {
 void ZipWriter::Header(const Entry& entry, std::string& out) {
   std::string extra = Zip64(entry.size, entry.header);
   const std::uint64_t fixed = 30 + entry.name.size();
-  // Position of the bytes after an empty padding field, whose header has 4 bytes.
+  // Offset of the entry's bytes if the padding field were empty. The field's own header has 4
+  // bytes.
   const std::uint64_t start = size_ + fixed + extra.size() + 4;
   const std::uint64_t padding = (kAlignment - start % kAlignment) % kAlignment;
   extra += "FB";
@@ -121,9 +123,9 @@ void ZipWriter::Finish(std::string& out) {
     Little(out, std::min(entry.size, kMax32), 4);
     Little(out, entry.name.size(), 2);
     Little(out, extra.size(), 2);
-    Little(out, 0, 2);  // Comment.
-    Little(out, 0, 2);  // Disk.
-    Little(out, 0, 2);  // Attributes.
+    Little(out, 0, 2);  // Length of the comment.
+    Little(out, 0, 2);  // Number of the disk.
+    Little(out, 0, 2);  // Internal attributes.
     Little(out, 0, 4);
     Little(out, std::min(entry.header, kMax32), 4);
     out += entry.name;

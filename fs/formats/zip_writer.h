@@ -38,7 +38,7 @@ class ZipWriter {
   // Appends a complete entry to `out`.
   void Add(std::string_view name, std::string_view bytes, std::string& out);
   // Begins an entry of `size` bytes: appends the local header and its padding to `out`. The caller
-  // adds the entry's bytes there, then calls End before anything else.
+  // adds the entry's bytes to the file after them, and then calls End before any other function.
   void Begin(std::string_view name, std::uint64_t size, std::string& out);
   void End(std::string& out);
   // Writes the central directory. Afterwards nothing may be added, and holes() is complete.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads for work that may wait for storage, so that the threads that receive requests of the
-// kernel never wait. A watchdog answers requests that cannot wait for storage; work that has begun
-// goes on.
+// Threads for work that may wait for storage, so that not all threads that receive requests of the
+// kernel wait. A watchdog answers requests whose callers are being killed, or during which the
+// kernel holds locks; work that has begun goes on.
 #include "fs/mount/blocking_work.h"
 
 #include <algorithm>
@@ -36,8 +36,8 @@ bool PendingAnswer::Claim() {
 }
 
 bool PendingAnswer::AnswerLate() {
-  // The lock is held during the call, so that no other thread answers the request meanwhile, which
-  // would let libfuse free it.
+  // Holds the lock during the call to late_, so that no other thread answers the request meanwhile:
+  // libfuse frees an answered request.
   const std::lock_guard lock(mutex_);
   if (answered_ || (begun_ && early_answer_ == EarlyAnswer::kBeforeBegin)) return false;
   answered_ = late_(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - since_));

@@ -34,7 +34,8 @@ class PendingAnswer {
   PendingAnswer(EarlyAnswer once_begun, Late late)
       : early_answer_(once_begun), late_(std::move(late)) {}
 
-  // Marks the work as begun. False: the answer was already given, and the work must not be done.
+  // Marks the work as begun. False: the answer was already given, and the work must not be done
+  // (never with kKeepsWork).
   bool Begin();
   // True once, for the caller that must answer.
   bool Claim();
@@ -73,9 +74,9 @@ class CallerSlots {
 // for storage: some of it on the calling thread, which saves a handover, the rest on threads of its
 // own. Thread-safe.
 // Stuck work does not hold up other work: a thread that is busy with one request for kStuckAfter no
-// longer counts, and waiting work gets another thread, up to kMostThreads. Kinds of work that take
-// long (syncs) have their own object, because a burst of them would delay a read behind them until
-// each was declared stuck.
+// longer counts, and waiting work gets another thread, up to kMostThreads. Work that takes long
+// (syncs) has its own BlockingWork, because a burst of it would delay a read until kStuckAfter has
+// passed.
 class BlockingWork {
  public:
   // Far above the response time of healthy storage, far below what a person notices.
@@ -107,7 +108,8 @@ class BlockingWork {
   // stopped, so that an idle mount needs no timer. Set before the first Run(); `wake` must return
   // soon.
   void SetWake(std::function<void()> wake);
-  // Whether there is no work. If true, the watchdog must not watch again before `wake` is called.
+  // Returns whether there is no work. If true, the watchdog must not call Watch() again before
+  // `wake` is called.
   bool StopWatchIfIdle();
 
   struct Load {

@@ -96,8 +96,8 @@ void FileProver::Core::RunLoop() {
     } catch (const std::exception& e) {
       status = Status(Code::kInternal, task.file->label() + ": " + e.what());
     }
-    // A stopped proof, a file that keeps changing and a removed checkpoint are not reported: the
-    // next open finds out.
+    // Not reported: a stopped proof, a file that keeps changing, and a removed checkpoint. The next
+    // open of the file tries again.
     const bool tell = !status.ok() && status.code() != Code::kCancelled &&
                       status.code() != Code::kUnavailable && status.code() != Code::kStale;
     if (tell && report) report(*task.file, status);
@@ -112,7 +112,7 @@ void FileProver::Core::RunLoop() {
       damaged[task.node] = stamp;
     }
     lock.unlock();
-    task.file.reset();  // This may release the file's checkpoint.
+    task.file.reset();  // Without the lock, because this may close the file's checkpoint.
     lock.lock();
   }
   tasks.clear();
@@ -140,7 +140,7 @@ FileProver::~FileProver() {
   core_->changed.wait(lock, [&] { return !core_->started || core_->ended; });
 }
 
-// The first task starts the thread, because most mounts never need it.
+// Starts the thread only with the first task, because most mounts never need the thread.
 void FileProver::Add(NodeId node, std::shared_ptr<const VirtualFile> file,
                      const VirtualFile::Proof& proof) {
   const std::lock_guard lock(core_->mutex);

@@ -16,9 +16,9 @@
 
 namespace tensormount::fs {
 
-// Compares files with their hashes, one after the other in the order of their opens, on one thread
-// with idle I/O priority, so that concurrent readers are not slowed down. The thread starts with
-// the first file, with the signal mask of the thread that adds it. Thread-safe.
+// Compares files with their hashes, one after the other in the order in which they were added, on
+// one thread with idle I/O priority, so that concurrent readers are not slowed down. The first Add
+// starts the thread, which inherits the signal mask of the calling thread. Thread-safe.
 class FileProver {
  public:
   // Limit of waiting files. Further files are dropped; their next open adds them again.

@@ -24,7 +24,8 @@ FileUsers::FileUsers(pid_t thread) : opener_(ProcessOf(thread)) {}
 
 bool FileUsers::IsOpener(std::uint64_t table, pid_t thread) const {
   if (opener_table_ != 0 && table == opener_table_) return true;
-  // The opener is not visible (another namespace): the first writer counts as the opener.
+  // In another PID namespace the opener is not visible: the first table that writes counts as the
+  // opener's, and until then every caller as the opener.
   if (opener_ == 0 || thread <= 0) return opener_table_ == 0;
   return IsThreadOf(opener_, thread);
 }
@@ -37,7 +38,6 @@ void FileUsers::NoteWrite(std::uint64_t table, pid_t thread) {
   if (opener_table_ == 0 && IsOpener(table, thread)) opener_table_ = table;
 }
 
-// kLast if neither the opener nor any writer still has the file open.
 FileUsers::Close FileUsers::NoteClose(std::uint64_t table, pid_t thread) {
   const std::lock_guard lock(mutex_);
   const bool wrote = std::erase(writers_, table) > 0;

@@ -9,9 +9,8 @@
 namespace tensormount::fs {
 
 // Registers files with the kernel through a mount's descriptor of /dev/fuse. Uses the ioctl
-// directly with every libfuse, because the call of libfuse 3.17 hides the error.
-// The only BackingRegistrar outside of tests; these use a fake kernel that checks the rules of
-// open_modes.h.
+// directly with every version of libfuse, because the call of libfuse 3.17 hides the error. Tests
+// implement BackingRegistrar by a fake kernel that checks the rules of open_modes.h.
 class FuseBacking : public BackingRegistrar {
  public:
   // To be called before the first Register(). The caller keeps the descriptor and must keep it

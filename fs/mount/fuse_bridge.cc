@@ -21,8 +21,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Whether a caller that is being killed may be answered while its request is in progress. A sync
-// may continue without a caller, because it changes nothing that was not written before.
+// Whether a caller that is being killed may be answered while its request is in progress. A sync is
+// allowed to go on without its caller, because it only makes durable what was written before.
 PendingAnswer::EarlyAnswer EarlyAnswerFor(Op op) {
   switch (op) {
     case Op::kOpenStaged:  // May truncate the file or write a mark.
@@ -122,7 +122,7 @@ Result<Reply> Guarded(const std::function<Result<Reply>()>& op) noexcept {
   } catch (const std::exception& e) {
     return Status(Code::kInternal, e.what());
   } catch (...) {
-    return Status(Code::kInternal, "unknown exception");
+    return Status(Code::kInternal, "internal error: an exception of an unknown type was thrown");
   }
 }
 
@@ -130,7 +130,7 @@ void Answer(fuse_req_t req, Bridge& bridge, Op op, Clock::time_point since, Node
             const Result<Reply>& result) {
   if (result.ok()) {
     bridge.vfs.stats().Count(result.value().counted_as.value_or(op), Clock::now() - since, false);
-    // If the reply fails, the caller was interrupted and waits no more.
+    // A failure of the reply is ignored: the caller was interrupted and no longer waits.
     result.value().send(req);
     return;
   }
@@ -168,7 +168,7 @@ struct LongRequest : std::enable_shared_from_this<LongRequest> {
   LongRequest(fuse_req_t r, Op o, NodeId n, std::function<Result<Reply>(LongWork&)> w)
       : req(r), op(o), node(n), bridge(BridgeOf(r)), queue(QueueOf(r, o)), work(std::move(w)) {}
 
-  // The result of an attempt that called PrepareRetry is ignored: the work runs again.
+  // Makes one attempt. If the work called PrepareRetry, its result is ignored, and it runs again.
   void Run() {
     queue.Run(answer, [self = shared_from_this()] {
       LongWork attempt(*self);

@@ -39,7 +39,7 @@ class FuseBridge {
   // called. May run on several threads. A signal with a handler makes the thread check for Exit().
   void Serve();
   void Exit();
-  // Whether the kernel reported that the mount is gone.
+  // Whether the mount is gone or Exit() was called; then every Serve() returns.
   bool exited() const;
 
  private:

@@ -106,7 +106,8 @@ struct LongRequest;  // Declared in fuse_bridge.cc.
 class LongWork {
  public:
   explicit LongWork(LongRequest& request) : request_(request) {}
-  // Whether the caller gave up; if so, the request was answered.
+  // Whether the caller is being killed, or the request was answered for another reason. If true,
+  // the request was answered, and the work should end.
   bool Interrupted();
   // Lets work wait for other work without holding a thread: the work returns at once (with any
   // value) and runs again from its beginning after the returned function is called.
@@ -170,7 +171,8 @@ void AddReadOps(fuse_lowlevel_ops& ops);
 void AddWriteOps(fuse_lowlevel_ops& ops);
 
 // Operations on staged files that fuse_read_ops.cc delegates to fuse_write_ops.cc.
-// IsStaged: whether the node lies below .staging/.
+//
+// Whether the node is .staging/ or lies below it.
 bool IsStaged(NodeId node);
 // open(2) of a staged node, or of any node with write access or O_TRUNC.
 void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi);

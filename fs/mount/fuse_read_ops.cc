@@ -19,7 +19,7 @@ constexpr std::size_t kMappedFrom = 128 * 1024;
 
 constexpr std::string_view kTierXattr = "user.tensormount.tier";
 
-// Releases references of a node, if V has a function for that.
+// Releases references of a node by vfs.Forget, if V has that function.
 template <typename V>
 void ForgetIn(V& vfs, NodeId node, std::uint64_t references) {
   if constexpr (requires { vfs.Forget(node, references); }) vfs.Forget(node, references);
@@ -56,7 +56,8 @@ bool AnswerPublishLookup(fuse_req_t req, fuse_ino_t parent, std::string_view nam
   if (parent == kRootId && name == Vfs::kStagingName) {
     ServeLong(req, Op::kLookup, parent, [&bridge, &calls, call](LongWork& self) -> Result<Reply> {
       if (calls.WaitForEnd(*call, [&self] { return self.PrepareRetry(); })) {
-        return Status::FromErrno(EAGAIN, "look up", Vfs::kStagingName);  // The work runs again.
+        // Ignored, because the work runs again.
+        return Status::FromErrno(EAGAIN, "look up", Vfs::kStagingName);
       }
       return Find(bridge.vfs, kRootId, std::string(Vfs::kStagingName));
     });
@@ -82,9 +83,9 @@ bool AnswerPublishLookup(fuse_req_t req, fuse_ino_t parent, std::string_view nam
   return true;
 }
 
-// Looks up a name in .staging/ or stats a staging's directory. The kernel holds .staging/ locked
-// meanwhile, and for a rename(2) the root too, so this mount's own state is the answer if storage
-// does not respond. Operations on the staging itself check again.
+// Looks up a name in .staging/. The kernel holds .staging/ locked meanwhile, and for a rename(2)
+// the root too, so if storage does not respond soon, the answer comes from this mount's memory.
+// Later operations on the staging check again whether it still exists.
 void OpLookupStaging(fuse_req_t req, fuse_ino_t parent, std::string name) {
   Vfs& vfs = BridgeOf(req).vfs;
   ServeLong(
@@ -206,7 +207,7 @@ void ReplyOpen(fuse_req_t req, fuse_file_info info, std::unique_ptr<OpenFile> op
   } else {
     sent = fuse_reply_open(req, &info);
   }
-  // If the reply fails there will be no RELEASE.
+  // If the reply fails, the kernel sends no RELEASE, so `open` keeps the file and frees it.
   if (sent == 0) (void)open.release();
 }
 
@@ -244,15 +245,15 @@ Result<Reply> OpenFromStorage(Bridge& bridge, NodeId node, const fuse_file_info&
   if (lease.status().code() == Code::kCancelled) {
     return Status::FromErrno(EINTR, "open", file->label());
   }
-  // The label replaces "node 17" in the message.
+  // Adds the file's label, because the report of a failed open names only the inode number.
   if (!lease.ok()) return lease.status().WithContext(file->label());
-  // The work runs again.
+  // The error is ignored, because the work runs again.
   if (!lease.value()) return Status::FromErrno(EAGAIN, "open", file->label());
   return OpenedReply(bridge, info, file, lease.value());
 }
 
-// An open that needs no storage is answered on this thread; any other is queued, where it can be
-// interrupted.
+// Answers an open that needs no storage on this thread, and queues any other, where a killed caller
+// can be answered.
 void OpOpen(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   if (IsStaged(node) || (fi->flags & O_ACCMODE) != O_RDONLY || (fi->flags & O_TRUNC) != 0) {
     OpenStaged(req, node, fi);
@@ -299,15 +300,17 @@ void OpRead(fuse_req_t req, fuse_ino_t, std::size_t size, off_t offset, fuse_fil
     return;
   }
   const std::shared_ptr<const VirtualFile>& file = OpenFileOf(fi).file;
-  // The kernel respects max_read, and a shorter answer would mean end of file.
+  // A longer read cannot be shortened, because a short answer would mean end of file. The kernel
+  // sends none, because it respects max_read.
   if (size > kMaxRequestBytes || offset < 0) {
     fuse_reply_err(req, EINVAL);
     return;
   }
   Serve(req, Op::kRead, 0, file->reads_data(), [&bridge, file, size, offset]() -> Result<Reply> {
     ReadStats read;
-    // Long runs go from the data file's pages to the kernel without a copy. If such a file was
-    // truncated a moment ago, the kernel answers EIO (EFAULT for our reply).
+    // Long runs go from the data file's pages to the kernel without a copy. If another program has
+    // just truncated the data file, the reply fails with EFAULT, and the kernel gives the reader
+    // EIO.
     if (size >= kMappedFrom) {
       auto mapped = file->Map(static_cast<std::uint64_t>(offset), size);
       if (!mapped.empty()) {

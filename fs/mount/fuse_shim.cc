@@ -92,8 +92,8 @@ ssize_t FuseShim::Writev(int fd, const iovec* pieces, int count) {
 }
 
 ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
-  // Nothing is answered before INIT, so this is the reply to INIT, or else it is passed on
-  // unchanged.
+  // No other request is answered before INIT, so this must be the reply to INIT. A reply that does
+  // not look like it is passed on unchanged.
   char reply[256];
   const std::size_t size = Gather(pieces, count, reply, sizeof reply);
   fuse_out_header header;

@@ -39,8 +39,8 @@ void ServeStatus(fuse_req_t req, Op op, NodeId node, std::function<Status()> wor
   });
 }
 
-// Replies with an entry. The lookup took a reference to its node, which belongs to the kernel once
-// the reply was sent.
+// Replies with an entry, for whose node the caller has counted a reference. The reference belongs
+// to the kernel once the reply was sent.
 Reply EntryReply(Vfs& vfs, const Vfs::Entry& entry) {
   auto reference = std::make_shared<NodeReference>(vfs, entry.id);
   return Reply([reference, param = ParamOf(entry)](fuse_req_t r) {
@@ -89,7 +89,8 @@ void OpCreate(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t, fuse_
             open->users = std::make_unique<FileUsers>(fuse_req_ctx(r)->pid);
             open->counted = MountStats::OpenHandle(vfs.stats());
             info.fh = reinterpret_cast<std::uint64_t>(open.get());
-            // If the reply fails there will be neither RELEASE nor FORGET.
+            // If the reply fails, the kernel sends neither RELEASE nor FORGET, so the destructors
+            // of `open` and `reference` clean up.
             if (fuse_reply_create(r, &param, &info) != 0) return;
             (void)open.release();
             reference->Keep();
@@ -131,7 +132,7 @@ void OpPublish(fuse_req_t req, PublishCalls::Names names, unsigned flags) {
     ServeLong(
         req, Op::kRename, names.folder,
         [&calls, begun, thread](LongWork& self) -> Result<Reply> {
-          // The work runs again.
+          // The reply is ignored, because the work runs again.
           if (calls.WaitForEnd(*begun, [&self] { return self.PrepareRetry(); })) return Done();
           calls.Remove(thread, begun);
           TENSORMOUNT_RETURN_IF_ERROR(*begun->result);
@@ -319,7 +320,8 @@ void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
       info.fh = reinterpret_cast<std::uint64_t>(open.get());
       // Several processes may write one tensor at once, each at its own offset.
       const FuseShim::OpenReplyScope together(0, true);
-      // If the reply fails there will be no RELEASE.
+      // If the reply fails, the kernel sends no RELEASE, so the destructor of `open` closes the
+      // file.
       if (fuse_reply_open(r, &info) == 0) (void)open.release();
     });
   });
@@ -354,11 +356,12 @@ void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi) {
         });
 }
 
-// The kernel does not wait for the answer to RELEASE, but remaining work (pages of a mapping) is
-// finished before it.
+// Finishes remaining work (pages of a mapping) before the answer, although the kernel does not wait
+// for the answer to RELEASE.
 void ReleaseStaged(fuse_req_t req, fuse_ino_t node, std::unique_ptr<OpenFile> open) {
   const std::shared_ptr<OpenFile> last(std::move(open));
-  // `writing()` may block behind a close in progress, of a process that was killed meanwhile.
+  // writing() runs on the queue, because it may block behind a close(2) in progress, whose caller
+  // was killed.
   ServeStatus(req, Op::kFlush, node,
               [last] { return last->write->writing() ? last->write->Release() : Status(); });
 }

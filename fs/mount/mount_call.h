@@ -24,7 +24,8 @@ struct MountCall {
 
 // Opens /dev/fuse and mounts it, by mount(2) as root and by fusermount3 otherwise. Returns the
 // descriptor, which the caller closes. libfuse's own mount call would bypass the shim at INIT
-// (fs/mount/fuse_shim.h). kUnavailable: no /dev/fuse or fusermount3; kPermissionDenied.
+// (fs/mount/fuse_shim.h). kUnavailable: no /dev/fuse or fusermount3; kPermissionDenied: this user
+// may not mount here.
 Result<int> MountFuse(const MountCall& call);
 
 }  // namespace tensormount::fs

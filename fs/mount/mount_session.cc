@@ -209,7 +209,7 @@ Status MountCore::Start() {
 }
 
 void MountCore::StartThread(std::function<void()> body) {
-  // Signals are handled by the program's threads, not by these.
+  // The new thread blocks signals, because the program's own threads handle them.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -479,8 +479,9 @@ Status CheckMountPoint(const std::string& path, const std::string& source) {
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string real, host->Resolve(path));
   if ((real + '/').starts_with(source + '/')) {
-    return Status(Code::kInvalidArgument,
-                  "mount point " + path + ": is inside the source that it would show");
+    return Status(
+        Code::kInvalidArgument,
+        "mount point " + path + ": the directory is inside the source that would be mounted there");
   }
   return {};
 }

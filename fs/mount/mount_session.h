@@ -31,7 +31,7 @@ struct MountOptions {
   // List every view (docs/mounting.md): npy/, slices/, extents/, zarr/, hf/, dcp/,
   // model.safetensors. Views that are not listed can still be opened by name.
   bool list_views = false;
-  std::shared_ptr<const KeyMap> map;  // Renames keys; null: none.
+  std::shared_ptr<const KeyMap> map;  // Renames keys; null: keys stay.
   HfOptions hf;                       // How hf/ is split, and which tensors it has.
   bool allow_other = false;
   enum class Tier { kAuto, kPassthrough, kDaemon } tier = Tier::kAuto;

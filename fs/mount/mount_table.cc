@@ -22,7 +22,7 @@
 namespace tensormount::fs {
 namespace {
 
-// Polling interval for state without an event.
+// Polling interval while waiting for an unmount or a child process.
 constexpr std::chrono::milliseconds kPoll{5};
 // How long a mount may stay busy after its last file was closed.
 constexpr std::chrono::milliseconds kBusyPatience{300};
@@ -97,14 +97,17 @@ Status TryUnmount(const std::string& mount_point, bool lazy) {
   }
   const int status = RunFusermount(mount_point, lazy);
   if (status == 0) return {};
-  if (status < 0) return Status(Code::kUnavailable, "unmount " + mount_point + ": no fusermount3");
+  if (status < 0)
+    return Status(
+        Code::kUnavailable,
+        "unmount " + mount_point + ": the program fusermount3 could not be run (package fuse3)");
   // fusermount3 gives no reason; if it refuses to unmount our mount, the mount is in use.
   return Status::FromErrno(EBUSY, "unmount", mount_point);
 }
 
 // Whether the daemon of this mount is gone. A child process asks, because a live daemon that does
-// not answer would block the caller; also, the kernel may answer stat(2) from its cache for a
-// while.
+// not answer would block the caller. It calls statfs(2), because the kernel may answer stat(2) from
+// its cache for a while.
 bool IsDaemonGone(const std::string& mount_point) {
   constexpr std::chrono::seconds kPatience{2};
   const pid_t child = fork();
@@ -184,7 +187,8 @@ Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseco
     const std::optional<MountEntry> now = FindMount(mount_point);
     if (!now || now->device != entry->device) return {};
     if (deadline.Passed()) {
-      return Status(Code::kDeadlineExceeded, mount_point + ": still mounted");
+      return Status(Code::kDeadlineExceeded,
+                    mount_point + ": still mounted after the time limit for unmounting");
     }
     std::this_thread::sleep_for(kPoll);
   }

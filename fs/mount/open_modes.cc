@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses how a file is opened: passthrough, if it is exactly one stored file whose bytes were all
-// compared with their hashes; through the page cache; or direct. Counts why files did not use
-// passthrough, for `stats`.
+// Chooses whether the kernel reads an open file itself (passthrough) or the daemon serves the
+// reads. Passthrough needs a file that is exactly one stored file, whose bytes, with --verify
+// first, were all compared with their hashes. Counts why files did not use passthrough, for
+// .tensormount/status.
 #include "fs/mount/open_modes.h"
 
 #include <cerrno>
@@ -14,7 +15,7 @@
 namespace tensormount::fs {
 namespace {
 
-// Reasons counted separately; all others are counted together.
+// Number of reasons that are counted separately; all others are counted together.
 constexpr std::size_t kMaxReasons = 16;
 constexpr std::uint32_t kWritableBits = 0222;
 
@@ -76,7 +77,7 @@ Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
   // Declared last, so that the lock is released before the callbacks run.
   const std::unique_lock held = std::move(lock);
   if (!decision.ok()) {
-    // The waiting opens decide anew: this one may only have been interrupted.
+    // Of the waiting opens one decides anew, because this open may only have been interrupted.
     entries_.erase(node);
     return decision.status();
   }
@@ -112,7 +113,7 @@ Result<OpenModes::Decision> OpenModes::Decide(NodeId node,
   TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Proof proof, file->ProofOf(backing.value()));
   const bool verify = proof.hashed && !proof.whole;
   if (verify) {
-    // The daemon serves the undamaged bytes.
+    // The daemon serves a damaged file, because it can still give out the undamaged bytes.
     if (prover_.IsKnownDamaged(node, proof.stamp)) return Decision{.fallback = "it is damaged"};
     if (proof.unverified_bytes > options_.verified_in_open) {
       prover_.Add(node, file, proof);
@@ -216,7 +217,7 @@ std::string OpenModes::TierOf(NodeId node, const VirtualFile& file) const {
     const auto found = entries_.find(node);
     if (found != entries_.end() && !found->second.deciding) {
       if (found->second.backing_id > 0) return passthrough;
-      open = true;  // All concurrent opens are served alike.
+      open = true;  // The daemon serves the file, and so all its opens until the last is released.
     }
   }
   if (const std::optional<int> percent = prover_.Percent(node)) {

@@ -49,8 +49,8 @@ class BackingRegistrar {
 //  - The reply fails (its caller was interrupted): the kernel sends no RELEASE; the Lease in the
 //    reply returns its share.
 //  - The kernel takes the reply but cannot finish the open: it sends RELEASE as for any handle.
-//  - A file is written to while it is passed through: a new open first compares it again, and fails
-//    if it is damaged; the mode stays.
+//  - A file is written to while it uses passthrough: a new open first compares it with its hashes
+//    again, and fails if it is damaged; the mode stays.
 //  - The last share ends while the next open arrives: shares are counted under one lock, and the
 //    next open registers anew. Both registrations may exist for a moment, which is harmless,
 //    because the kernel's inode has dropped the first one (see above).
@@ -108,7 +108,7 @@ class OpenModes {
   Result<std::shared_ptr<Lease>> Open(NodeId node, const std::shared_ptr<const VirtualFile>& file,
                                       const std::function<bool()>& interrupted,
                                       const std::function<Retry()>& make_retry);
-  // Like Open, but without access to the file; null if the mode cannot be decided without it.
+  // Like Open, but without access to storage; null if the mode cannot be decided without storage.
   std::shared_ptr<Lease> Join(NodeId node);
   // How an open of the file would be served now, without trying it: "passthrough"; "daemon";
   // "daemon (proving 37 %)" (passthrough after the proof); "daemon (not proven)" (an open starts

@@ -159,8 +159,8 @@ class ChunkMapScale {
 // the extent.
 std::vector<std::int64_t> RowEdges(const ChunkMapPicture& picture, const ChunkMapPanel& panel);
 std::vector<std::int64_t> ColumnEdges(const ChunkMapPicture& picture, const ChunkMapPanel& panel);
-// Draws the rectangles of a panel into cells. If two rectangles fall on one cell, it gets the later
-// one.
+// Draws the rectangles of a panel into cells. If two rectangles fall on one cell, the cell gets the
+// later rectangle.
 ChunkMapRaster Rasterize(const ChunkMapPanel& panel, const ChunkMapScale& rows,
                          const ChunkMapScale& columns, int height, int width);
 

@@ -95,9 +95,9 @@ std::optional<std::vector<std::int64_t>> AsRuns(const std::vector<Region>& regio
                                                 const Dims& shape) {
   std::vector<std::int64_t> firsts;
   for (const Region& region : regions) {
-    const Box& box = region.box();  // For a flat range this is the box whose elements it counts.
+    const Box& box = region.box();  // For a flat range, the box whose elements the range counts.
     std::int64_t first = 0;
-    // The box has several indices on an earlier axis, so later axes must be whole.
+    // True once an axis of the box has several indices: later axes must then be whole.
     bool cut = false;
     for (int axis = 0; axis < shape.rank(); ++axis) {
       if (cut && box.extent(axis) != shape[axis]) return std::nullopt;
@@ -416,7 +416,7 @@ Result<ChunkMap> DescribeChunkMap(const OpenedCheckpoint& checkpoint, const std:
     const FileRecord& file = index.files()[record.file];
     ChunkMapEntry chunk;
     chunk.boxes = layer ? BoxesInLayer(record.region, layer->layer) : record.region.Boxes();
-    // The chunk has no part of this layer.
+    // Skips a chunk that has no part of this layer.
     if (layer && chunk.boxes.empty()) continue;
     chunk.region = record.region.ToString();
     if (layer) {

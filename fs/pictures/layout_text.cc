@@ -54,8 +54,8 @@ class PanelText {
     }
   }
 
-  // On the columns each part gets 6 cells, enough for "rank 3", if the width suffices for all
-  // parts.
+  // Each part of the columns gets at least 6 cells, enough for "rank 3", if the width suffices for
+  // all parts.
   std::string Draw() {
     const ChunkMapScale rows(row_edges_, layout_.picture.rows, height_, 2);
     const ChunkMapScale columns(column_edges_, layout_.picture.columns, width_, 6);

@@ -66,7 +66,7 @@ Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
   if (good && (end <= area_.size || shared_->files.Extend(area_, end - area_.size))) return {};
   const std::uint64_t room = good ? std::max(end, 2 * area_.size) : end;
   DataFiles::Area area;
-  // An object in a file of its own never moves for lack of room.
+  // A file of its own has unlimited room, so an object there never moves for lack of room.
   if (room > StagedParts::kOwnFileBytes) {
     TENSORMOUNT_ASSIGN_OR_RETURN(area.file, shared_->files.Create('o', Placement::kPack));
     area.size = std::numeric_limits<std::uint64_t>::max() / 2;
@@ -95,7 +95,6 @@ Status BlobWriter::WriteLocked(std::uint64_t offset, const void* data, std::size
   const std::uint64_t end = std::max(size_, offset + size);
   TENSORMOUNT_RETURN_IF_ERROR(MakeWritable(std::min(offset, size_), end));
   changed_ = true;
-  // Bytes that were cut off read as zeros when the object grows again.
   TENSORMOUNT_RETURN_IF_ERROR(Zero(size_, std::min(offset, used_)));
   used_ = std::max(used_, end);
   TENSORMOUNT_RETURN_IF_ERROR(area_.file->Write(area_.offset + offset, data, size));
@@ -136,8 +135,8 @@ Status BlobWriter::Truncate(std::uint64_t size) {
     used_ = recorded_ = 0;
   } else if (size > size_) {
     TENSORMOUNT_RETURN_IF_ERROR(MakeWritable(size_, size));
-    // The last byte is written, so that the file is long enough.
     TENSORMOUNT_RETURN_IF_ERROR(Zero(size_, std::min(size, used_)));
+    // Writes the last byte, so that the file is long enough.
     TENSORMOUNT_RETURN_IF_ERROR(Zero(size - 1, size));
     used_ = std::max(used_, size);
   }

@@ -11,10 +11,11 @@
 
 namespace tensormount::fs {
 
-// A part of an object: a file of any size, stored in one area of the pack or, if large, of a file
-// of its own. Recorded bytes are never overwritten; a change of them moves everything to a new
-// area. Calls run one after the other, and a sync hashes the whole object. Durability is as for
-// TargetWriter, but holes of an object read as zeros.
+// Writes an object part, a file of up to kMaxObjectBytes. Its bytes are in one area of the mount's
+// pack (DataFiles) or, if they are many, in a file of their own. Recorded bytes are never
+// overwritten; a change of them moves the whole object to a new area. Calls run one after the
+// other, and a sync hashes the whole object. Durability is as for TargetWriter, but holes of an
+// object read as zeros.
 class BlobWriter final : public StagedPart {
  public:
   BlobWriter(std::shared_ptr<StagedParts> shared, std::string key, const Dims& index);
@@ -30,14 +31,14 @@ class BlobWriter final : public StagedPart {
 
   // Records that the object was removed; the record is not durable yet. Later syncs record nothing.
   Status Remove();
-  // Gives the object another name. To be called after a sync. Appends the record of the new name
-  // and the removal of the old one together; both are not durable yet. Later syncs use the new
-  // name. kNotFound once the object was removed.
+  // Gives the object another name. Call it after a sync. Appends the record of the new name and the
+  // removal of the old one together; both are not durable yet. Later syncs use the new name.
+  // kNotFound once the object was removed.
   Status MoveTo(const std::string& key, const Dims& index);
   // Prepares for another object to take this name: later syncs record nothing. Fails if a sync
   // failed before, which only removing the object clears.
-  // RenameObject calls Sync and MoveTo of the object that moves, and ReleaseName of the object that
-  // had the name; if MoveTo fails, RestoreName reverts ReleaseName.
+  // StagingWriter::RenameObject calls Sync and MoveTo of the object that moves, and ReleaseName of
+  // the object that had the new name; if MoveTo fails, it calls RestoreName.
   Status ReleaseName();
   void RestoreName();  // Reverts ReleaseName.
   std::string key() const;
@@ -48,13 +49,13 @@ class BlobWriter final : public StagedPart {
 
  private:
   std::string Name() const;
-  // OK if the object may be changed and synced. Requires the lock.
+  // OK if the object may be changed and synced. Requires mutex_.
   Status Check() const;
   Status WriteLocked(std::uint64_t offset, const void* data, std::size_t size);
-  // Makes bytes from `begin` on writable, and allocates room up to `end`.
+  // Makes the object's bytes from `begin` on writable in place, and allocates room up to `end`.
   Status MakeWritable(std::uint64_t begin, std::uint64_t end);
-  // Zeros bytes that Truncate left in the file: they must read as zeros when the object grows over
-  // them again.
+  // Writes zeros over bytes [begin, end), which Truncate left in the file: they must read as zeros
+  // when the object grows over them again.
   Status Zero(std::uint64_t begin, std::uint64_t end);
 
   const std::shared_ptr<StagedParts> shared_;
@@ -64,16 +65,16 @@ class BlobWriter final : public StagedPart {
 
   SyncLock sync_lock_;  // Serializes syncs; taken before mutex_.
   mutable std::mutex mutex_;
-  // Bytes appended behind `recorded_` are written in place while the area has room; a change before
-  // it moves the whole object. Without a file the area is empty.
+  // The object's bytes; without a file the area is empty. Writes at or after `recorded_` are made
+  // in place while the area has room; a write before `recorded_` moves the whole object.
   DataFiles::Area area_;
   std::uint64_t size_ = 0;
-  std::uint64_t used_ = 0;      // Bytes of area_ that hold data; the rest are zeros.
+  std::uint64_t used_ = 0;      // Bytes of area_ that were written; the rest are zeros.
   std::uint64_t recorded_ = 0;  // Bytes of area_ before this position are never overwritten.
   bool changed_ = true;         // Whether the object changed since its last record.
   StagedObject last_;           // The object's last record.
   bool removed_ = false;
-  // Failure of a sync; all later calls return it.
+  // Failure of a sync; later writes and syncs return it.
   Status failure_;
 };
 

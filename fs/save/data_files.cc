@@ -44,15 +44,16 @@ void DataFile::DropHandle() {
   --*open_files_;
 }
 
-// Returns a shared pointer, so that a writer keeps the descriptor if another thread closes the file
+// Returns a shared pointer, so that a caller keeps the descriptor if another thread closes the file
 // meanwhile.
 Result<std::shared_ptr<File>> DataFile::Handle() {
   if (closed_)
     return Status(Code::kStale, path_ + ": its staging directory was published or removed");
   if (file_ == nullptr) {
-    // OpenShared creates missing files, and another staging may have taken this directory's name.
+    // Checked first, because OpenShared would create a missing file, maybe in another staging that
+    // has taken this directory's name.
     if (!fs_.Exists(path_))
-      return Status(Code::kStale, path_ + ": was removed while it was being written");
+      return Status(Code::kStale, path_ + ": the file was removed while it was being written");
     TENSORMOUNT_ASSIGN_OR_RETURN(file_, fs_.OpenShared(path_));
     ++*open_files_;
   }
@@ -152,7 +153,8 @@ DataFiles::DataFiles(FileSystem& fs, const Staging& staging, std::string incarna
 // a lock.
 Status DataFiles::Open() {
   if (closed())
-    return Status(Code::kStale, ".staging/" + staging_.name + ": was published or removed");
+    return Status(Code::kStale,
+                  ".staging/" + staging_.name + ": the staging directory was published or removed");
   if (journal() != nullptr) return {};
   const std::lock_guard lock(mutex_);
   if (journal_ != nullptr) return {};

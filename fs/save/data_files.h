@@ -55,11 +55,11 @@ class DataFile {
   void Close();
 
  private:
-  // Requires the lock. Reopens the file if CloseIfIdle has closed it.
+  // Requires the lock. Returns the open file; reopens it if CloseIfIdle has closed it.
   Result<std::shared_ptr<File>> Handle();
   void DropHandle();
-  // Whether a file that was reopened for writing should be closed again at once, because more files
-  // are in use than descriptors available.
+  // Whether a file that a call reopened should be closed again after that call, because too many
+  // files are open (kManyFiles).
   bool TooManyOpen() const;
 
   FileSystem& fs_;
@@ -89,7 +89,8 @@ class DataFile {
 struct TensorFile {
   std::shared_ptr<DataFile> file;
   std::mutex mutex;
-  // Claimed bytes of the tensor. The source of a range is the number of the target that claimed it.
+  // Claimed bytes of the tensor. The source of a range is the `owner` number of the TargetWriter
+  // that claimed it.
   RangeMap claims;
 };
 
@@ -130,7 +131,7 @@ class DataFiles {
 
   // Records a target in the journal and returns its number there.
   Result<std::uint32_t> AddTarget(const StagedTarget& target, std::uint64_t bytes);
-  // To be called after a sync: closes the descriptor of `file` if this mount has many files.
+  // Closes the descriptor of `file` if this mount has many files. Called after a sync of the file.
   void CloseIdle(DataFile& file);
   // Closes the journal and all files. Does not wait: writes in progress finish on the descriptor
   // that they hold.
@@ -151,7 +152,8 @@ class DataFiles {
   mutable std::mutex mutex_;
   std::unique_ptr<JournalWriter> journal_;
   std::vector<std::shared_ptr<DataFile>> files_;  // All files, by number.
-  std::size_t next_to_close_ = 0;                 // Files before this number were closed once.
+  // Files with lower numbers were synced and closed once.
+  std::size_t next_to_close_ = 0;
   std::uint32_t targets_ = 0;
   std::map<std::string, std::shared_ptr<TensorFile>> tensors_;
 

@@ -168,8 +168,9 @@ class RecordDecoder {
     record.target.box = box.value();
     if (Status key = CheckKey(record.target.key); !key.ok()) return DataLoss(what, key.message());
     if (record.number != targets_.size())
-      return DataLoss(what, "target numbers are not consecutive");
-    if (record.end > kMaxPosition) return DataLoss(what, "a target is larger than 2^63 bytes");
+      return DataLoss(what, "the numbers of write targets are not consecutive");
+    if (record.end > kMaxPosition)
+      return DataLoss(what, "a write target is larger than 2^63 bytes");
     targets_.push_back(record.end);
     return {};
   }
@@ -196,7 +197,7 @@ class RecordDecoder {
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     record.number = e.target;
     if (e.target >= targets_.size()) {
-      return DataLoss(what, "target " + std::to_string(e.target) + " was not declared");
+      return DataLoss(what, "write target " + std::to_string(e.target) + " was not declared");
     }
     if (e.length == 0 || e.runs == 0 || (e.runs == 1) != (e.stride == 0) ||
         (e.runs > 1 && e.stride <= e.length)) {
@@ -209,7 +210,7 @@ class RecordDecoder {
         last.has_value() ? CheckedAdd(*last, e.length) : std::nullopt;
     if (!bytes.has_value() || !span.has_value() ||
         !RangeWithin(e.begin, *span, targets_[e.target])) {
-      return DataLoss(what, "bytes are past the end of target " + std::to_string(e.target));
+      return DataLoss(what, "bytes are past the end of write target " + std::to_string(e.target));
     }
     if (*bytes > kMaxExtentBytes) return DataLoss(what, "an extent is larger than 4 GiB");
     TENSORMOUNT_RETURN_IF_ERROR(CheckFile(e.file, e.offset, *bytes, what));
@@ -224,7 +225,7 @@ class RecordDecoder {
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     if (record.number >= targets_.size() || record.begin > record.end ||
         record.end > targets_[record.number]) {
-      return DataLoss(what, "a truncated byte range is not within a target");
+      return DataLoss(what, "a truncated byte range is not within its write target");
     }
     return {};
   }
@@ -258,8 +259,8 @@ class RecordDecoder {
     record.reason = in.String(kMaxReasonBytes);
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     if (record.number != kNoFile && record.number >= targets_.size()) {
-      return DataLoss(
-          what, "target " + std::to_string(record.number) + " is marked unusable but not declared");
+      return DataLoss(what, "write target " + std::to_string(record.number) +
+                                " is marked unusable, but was not declared");
     }
     return {};
   }
@@ -339,13 +340,14 @@ Status CheckNotSynced(Window& window, std::uint64_t bad, std::string_view what) 
     if (!IsJournalMark(body) || MarkPosition(body) != at) continue;
     if (LoadLittle<std::uint64_t>(frame->data() + 4 + kMarkBodyBytes) != Checksum(body)) continue;
     if (MarkSynced(body) > bad) {
-      return DataLoss(what, "damaged at byte " + std::to_string(bad) + ", although it was synced");
+      return DataLoss(what, "the journal is damaged at byte " + std::to_string(bad) +
+                                ", although these bytes were synced");
     }
   }
   return {};
 }
 
-// Reads the head; kNotFound if there is no head and no bytes were synced.
+// Reads the head; kNotFound if it is missing or incomplete and no bytes were synced.
 Status ReadHead(Window& window, std::string_view what, Journal& journal) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto head, window.Get(0, kJournalHeadBytes));
   ByteReader in(head.value_or(std::string_view()), what);
@@ -445,8 +447,8 @@ Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
     const std::uint64_t end = at + body->size() + kRecordFrameBytes;
     if (IsJournalMark(*body)) {
       if (MarkPosition(*body) != at || MarkSynced(*body) > at) {
-        return DataLoss(path,
-                        "the sync mark at byte " + std::to_string(at) + " has another position");
+        return DataLoss(
+            path, "the sync mark at byte " + std::to_string(at) + " records another position");
       }
     } else {
       TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -485,7 +487,7 @@ Result<std::unique_ptr<JournalWriter>> JournalWriter::Create(FileSystem& fs,
   if (status.ok()) status = made->file_->Sync();
   if (status.ok()) status = fs.SyncDirectory(FolderOf(path));
   if (!status.ok()) {
-    (void)fs.RemoveFile(path);  // Else a retry would find the file.
+    (void)fs.RemoveFile(path);  // Otherwise a retry would fail, because the file exists.
     return status;
   }
   made->end_ = made->wanted_ = made->synced_ = head.size();
@@ -509,7 +511,7 @@ Status JournalWriter::Sync() {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = wanted_;
   const auto deadline = std::chrono::steady_clock::now() + kStoragePatience;
-  // Like DataFile::Sync, but appends a mark after the sync, which itself need not be synced.
+  // Like DataFile::Sync, but appends a mark after the fsync. The mark itself need not be synced.
   while (synced_ < target) {
     TENSORMOUNT_RETURN_IF_ERROR(Check());
     if (syncing_) {

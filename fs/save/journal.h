@@ -22,8 +22,8 @@
 
 // The journal of one mount (one incarnation of its daemon): the bytes that it has written into a
 // staging, as a file of records with lengths and checksums that only grows (docs/format.md,
-// "Journal"). A record is valid once it was synced; an incomplete record at the end is not damage.
-// Example, one target of 1 MiB that was written once:
+// "Journal"). A record survives a crash once it was synced; an incomplete record at the end is not
+// damage. Example, one target of 1 MiB that was written once:
 //   kFile 0 "data/1f00-<incarnation>-p0.bin"
 //   kTarget 0 tensor w, box [0:512, :]
 //   kExtent target 0, [0, 1 MiB), file 0, offset 0, 16 leaf hashes

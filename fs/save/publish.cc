@@ -28,8 +28,9 @@
 #include "index/records/common_state.h"
 #include "shard/leaf_hash.h"
 
-// docs/format.md, "Staging of mounts", describes how journals become manifests. Files of mounts are
-// not changed; the publisher adds manifests and perhaps a patch file, which a retry rewrites.
+// docs/format.md, "Staging of mounts", describes how journals become manifests. The bytes of files
+// that mounts wrote are not changed; the publisher adds manifests and perhaps a patch file, which a
+// retry rewrites.
 
 namespace tensormount::fs {
 namespace {
@@ -78,7 +79,8 @@ class Publisher {
       return store_.Publish(named, coordinator.value(), options);
     };
     Result<Store::Published> published = publish();
-    // If the staging was renamed, or may have been, these files belong to the checkpoint.
+    // The files of this attempt are removed only while the staging is in place: after a rename they
+    // belong to the checkpoint.
     if (!published.ok() && IsStagingInPlace(fs_, staging_)) {
       patches.Discard();
       (void)DropManifests();  // On failure the next attempt drops them.
@@ -233,9 +235,10 @@ class Publisher {
     return Status();
   }
 
-  // Copies the live ranges of a written file into the publisher's file if the live ranges are less
-  // than half of that file; no manifest then names the written file. Without this, one changed
-  // small tensor would keep a whole shared pack. If the disk is full the written files are used.
+  // Handles written files with bytes that are now taken from the base: if the other, live ranges
+  // are less than half of such a file, they are copied into the publisher's file, and no manifest
+  // names the written file. Without this, one changed small tensor would keep a whole shared pack.
+  // If the disk is full, nothing is copied and the written files are used.
   Status CopyLiveRanges(const std::vector<bool>& tensors_taken,
                         const std::vector<bool>& objects_taken, PatchFile& patches) {
     std::vector<LiveRange> live = LiveRangesOfDeadFiles(tensors_taken, objects_taken);
@@ -266,7 +269,7 @@ class Publisher {
   std::vector<LiveRange> LiveRangesOfDeadFiles(const std::vector<bool>& tensors_taken,
                                                const std::vector<bool>& objects_taken) {
     struct Use {
-      bool taken = false;  // The base holds a part of the file.
+      bool taken = false;  // A part of the file's bytes is taken from the base.
       std::uint64_t live_bytes = 0;
       std::vector<LiveRange> ranges;
     };
@@ -306,7 +309,7 @@ class Publisher {
       if (!use.taken || use.ranges.empty()) continue;
       const Result<FileInfo> info =
           fs_.LinkStat(JoinPath(staging_.directory, journals_[id.first].files[id.second]));
-      // SealFiles reports problems of the file.
+      // StagedManifests::SealFiles reports problems of the file.
       if (!info.ok()) continue;
       const std::uint64_t size = info.value().size;
       if (use.live_bytes >= size - std::min(use.live_bytes, size)) continue;
@@ -365,7 +368,7 @@ class Publisher {
           RunsOf(meta, found == sorted_.tensors.end() ? kNone : found->second));
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<StagedRun> left,
                                    assembly.Resolve(meta, std::move(runs)));
-      // All problems are found before anything is written.
+      // After a problem nothing is published, so the loop only looks for further problems.
       if (!report_.problems.empty()) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<StagedChunk> chunks, assembly.Emit(meta, left));
       tensors_.push_back({&meta, std::move(chunks)});
@@ -373,8 +376,8 @@ class Publisher {
     return Status();
   }
 
-  // Checks that every part exists once and that grids are complete. Compares leaf hashes only and
-  // reads no bytes.
+  // Checks that every part of every grid was written, and that mounts that wrote the same part
+  // wrote equal bytes. Compares leaf hashes only and reads no data.
   Status CheckObjects() {
     for (const auto& [name, claims] : sorted_.objects) {
       const StagedObject& object = *claims.front().object;
@@ -387,8 +390,9 @@ class Publisher {
       }
       if (!fits) {
         AddProblem(report_, "bad_object", text,
-                   grid.rank() == 0 ? "schema.json declares no grid for it"
-                                    : "not a part of its grid " + grid.ToString());
+                   grid.rank() == 0
+                       ? "schema.json declares no grid for this object"
+                       : "schema.json has no such part in the grid " + grid.ToString());
         continue;
       }
       for (std::size_t i = 1; i < claims.size(); ++i) {
@@ -449,7 +453,8 @@ class Publisher {
     return coordinator;
   }
 
-  // Removes what an earlier attempt wrote: the store merges all manifests in manifest/.
+  // Removes the manifests of an earlier attempt, because the store merges all manifests in
+  // manifest/.
   Status DropManifests() {
     const std::string folder = JoinPath(staging_.directory, "manifest");
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_.List(folder));
@@ -466,7 +471,7 @@ class Publisher {
   StagingSchema schema_;
   std::vector<Journal> journals_;
   SortedJournals sorted_;
-  std::vector<AssembledTensor> tensors_;  // Assembled tensors, by key.
+  std::vector<AssembledTensor> tensors_;  // In rising order of keys.
   std::vector<CheckedObject> objects_;
   std::deque<StagedObject> moved_objects_;  // Objects that were copied into the publisher's file.
 };
@@ -493,11 +498,12 @@ Result<Store::Published> TryPublish(const Store& store, FileSystem& fs, const st
   if (published.ok()) return published;
   const Status status = published.status();
   // If the failure came after the rename (fsync of the directory), the checkpoint exists, but may
-  // be lost in a power loss.
+  // be lost in a power loss (kUnknown).
   if (!IsStagingInPlace(fs, staging)) {
     if (status.code() == Code::kUnknown) return status;
-    return Status(Code::kStale,
-                  staging.directory + ": published or removed meanwhile: " + status.message());
+    return Status(Code::kStale, staging.directory +
+                                    ": the staging directory was published or removed meanwhile: " +
+                                    status.message());
   }
   report.verdict = status.message();
   if (report.problems.empty()) {

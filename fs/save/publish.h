@@ -31,8 +31,8 @@ struct StagingReport {
   std::string verdict;  // Message of the publish's error.
   std::uint64_t bytes_written = 0;
   std::uint64_t bytes_missing = 0;
-  // Tensors, and bytes of tensors and objects, that the base had already, so that the base's files
-  // were linked.
+  // Number of tensors, and number of bytes of tensors and objects, that were taken from the base by
+  // hard-linking its files.
   std::uint64_t reused_tensors = 0;
   std::uint64_t reused_bytes = 0;
   std::string reuse_note;  // Why nothing was reused although a base was given; empty: no problem.

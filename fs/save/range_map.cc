@@ -8,7 +8,7 @@
 namespace tensormount::fs {
 namespace {
 
-// Whether `b`, which begins where `a` ends in the target, also continues it in the source.
+// Whether `b`, which begins where `a` ends in the target, also begins where `a` ends in the source.
 bool Continues(const StoredRange& a, const StoredRange& b) {
   return a.source == b.source && a.grid == b.grid && a.offset + a.size() == b.offset;
 }
@@ -28,7 +28,7 @@ RangeMap::Ranges::const_iterator RangeMap::First(std::uint64_t at) const {
 
 void RangeMap::Erase(const ByteRange& bytes) {
   if (bytes.begin >= bytes.end) return;
-  // Looked up again, because First() is const and returns a const iterator.
+  // The range is looked up again, because First() returns a const iterator.
   const auto first = First(bytes.begin);
   auto it = first == ranges_.end() ? ranges_.end() : ranges_.find(first->first);
   while (it != ranges_.end() && it->first < bytes.end) {

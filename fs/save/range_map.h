@@ -12,11 +12,11 @@
 
 namespace tensormount::fs {
 
-// A range of bytes of a target and its place in a source, contiguous in both. The owner of the map
-// defines `source` and `offset`:
+// A range of bytes of a target (StagedTarget of journal.h) and its position in a source, contiguous
+// in both. The owner of the map defines `source` and `offset`:
 //   bytes of a target     source: a data file by its number in the journal; offset: in that file
-//   replay of a journal   source: a record of the target; offset: in the bytes it stored
-//   claims                source: the target that claimed the bytes; offset: as `bytes`
+//   replay of a journal   source: a record of the target; offset: in the bytes that it stored
+//   claims                source: the target that claimed the bytes; offset: bytes.begin
 struct StoredRange {
   ByteRange bytes;
   std::uint64_t offset = 0;
@@ -33,16 +33,17 @@ struct StoredRange {
   }
 };
 
-// Maps bytes of a target to their places: disjoint ranges in rising order. Adjacent ranges that are
-// also adjacent in the source are merged, so a tensor written in order needs one entry. A range
-// takes 80 bytes of memory; a call takes O(log n) time plus the ranges that it removes or visits.
-// Thread-compatible.
+// Maps bytes of a target to their positions in sources: disjoint ranges in rising order. Adjacent
+// ranges that are also adjacent in the source are merged, so a tensor written in order needs one
+// entry. A range takes 80 bytes of memory; a call takes O(log n) time, plus O(1) for each range
+// that it removes or visits. Thread-compatible.
 class RangeMap {
  public:
   // Adds a range; replaces earlier entries of its bytes.
   void Insert(StoredRange range);
-  // Like Insert, but if a byte of the range has another source, returns false and changes nothing.
-  // All ranges of the map must be claims, whose offset equals their begin.
+  // Adds a range with `owner` as its source. If another owner has claimed a byte of it, returns
+  // false and changes nothing. All ranges of the map must be claims, whose offset equals their
+  // begin.
   bool Claim(const ByteRange& bytes, std::uint32_t owner);
   // Removes the entries of these bytes; a range that reaches over an end of `bytes` keeps its other
   // part, with an adjusted offset.
@@ -53,8 +54,8 @@ class RangeMap {
   std::size_t size() const { return ranges_.size(); }
   // Number of these bytes that have an entry.
   std::uint64_t Covered(const ByteRange& bytes) const;
-  // The range that ends (EndingAt) or begins (BeginningAt) exactly at `at`; nullopt if there is
-  // none.
+  // The range that ends (EndingAt) or begins (BeginningAt) exactly at byte `at`; nullopt if there
+  // is none.
   std::optional<StoredRange> EndingAt(std::uint64_t at) const;
   std::optional<StoredRange> BeginningAt(std::uint64_t at) const;
 

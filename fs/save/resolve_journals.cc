@@ -53,7 +53,8 @@ class RunsOfTarget {
     const auto bad = [&] {
       return DataLoss("record of " + std::to_string(e.runs) + " runs of " +
                       std::to_string(e.length) + " bytes from byte " + std::to_string(e.begin) +
-                      " on: not within the " + std::to_string(size_) + " bytes of its target");
+                      " on: not within the " + std::to_string(size_) +
+                      " bytes of its write target");
     };
     if (e.runs == 0 || !RangeWithin(e.begin, e.length, size_)) return bad();
     const auto stored = CheckedMul(e.runs, e.length);
@@ -214,7 +215,7 @@ class Sorter {
           !(target.target->shape == meta->second.shape()) ||
           target.target->bits != meta->second.bits()) {
         AddProblem(report_, "unknown", "tensor " + key + " " + target.target->box.ToString(),
-                   "written when schema.json gave it another shape or dtype (mount " +
+                   "written when schema.json declared another shape or dtype (mount " +
                        journal_.incarnation + ")");
         continue;
       }
@@ -252,7 +253,7 @@ class Sorter {
       case Kind::kTarget: {
         TargetRecords& target = targets_[record.number];
         if (target.target != nullptr)
-          return DataLoss("target " + std::to_string(record.number) + " is declared twice");
+          return DataLoss("write target " + std::to_string(record.number) + " is declared twice");
         target.journal = number_;
         target.number = record.number;
         target.target = &record.target;
@@ -264,10 +265,11 @@ class Sorter {
         const bool extent = record.kind == Kind::kExtent;
         const auto target = targets_.find(extent ? record.extent.target : record.number);
         if (target == targets_.end())
-          return DataLoss("a record refers to a target that was not declared");
+          return DataLoss("a record refers to a write target that was not declared");
         if (extent) TENSORMOUNT_RETURN_IF_ERROR(CheckFile(record.extent.file));
-        // The whole target was discarded: a program that truncates or removes a condemned file may
-        // write it again, and records for another schema no longer count.
+        // A record that discards the whole target also cancels its kCondemn: a program that
+        // truncates or removes a condemned file may write it again. Earlier records, maybe for
+        // another schema, no longer count.
         if (!extent && record.begin == 0 && record.end >= sizes_[record.number]) {
           condemned_.erase(record.number);
           target->second.records.clear();

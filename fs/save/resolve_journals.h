@@ -35,11 +35,11 @@ struct TargetRecords {
   std::uint32_t journal = 0;
   std::uint32_t number = 0;
   const StagedTarget* target = nullptr;
-  std::vector<const JournalRecord*> records;  // Pointers into the journal's vector.
+  std::vector<const JournalRecord*> records;
 };
 
-// What one journal holds of an object part. If several mounts wrote the same part, their bytes must
-// be equal.
+// An object part as one journal recorded it. If several mounts wrote the same part, their bytes
+// must be equal.
 struct ObjectClaim {
   std::uint32_t journal = 0;
   const StagedObject* object = nullptr;
@@ -52,8 +52,8 @@ struct SortedJournals {
   std::map<ObjectName, std::vector<ObjectClaim>> objects;
 };
 // Sorts records of journals, which must outlive the result. Condemned targets, and tensors that
-// `schema` does not have, become problems of the report. kDataLoss: impossible file numbers or
-// names.
+// `schema` does not have, become problems of the report. kDataLoss: file numbers or names are
+// invalid.
 // A kForget of a whole target drops the target's earlier records, including a kCondemn: the program
 // truncated the file and may start again.
 Result<SortedJournals> SortJournals(std::vector<Journal>& journals, const StagingSchema& schema,

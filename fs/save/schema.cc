@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// schema.json: the planned content of a staging. Edits of several mounts are merged; contradicting
-// edits are refused when their file is closed, not at publish.
+// schema.json: the planned content of a staging. Edits of several mounts are merged; an edit that
+// contradicts others is refused when it is added, not at publish.
 #include "fs/save/schema.h"
 
 #include <algorithm>
@@ -156,8 +156,7 @@ Json DimsJson(const Dims& dims) {
   return json;
 }
 
-// Reads all edits once. kAlreadyExists: two of them conflict, maybe only for a moment. Files that
-// vanish meanwhile are withdrawn edits.
+// Reads all edits once. kAlreadyExists: two of them conflict, maybe only for a moment.
 Result<StagingSchema> ReadSchemasOnce(FileSystem& fs, const std::string& staging_directory) {
   const std::string folder = JoinPath(staging_directory, "schema");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));

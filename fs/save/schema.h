@@ -68,7 +68,7 @@ class StagingSchema {
 // (schema/<incarnation>-<n>.json). Retries a few times on a conflict, because a writer may be about
 // to withdraw its edit.
 Result<StagingSchema> ReadSchemas(FileSystem& fs, const std::string& staging_directory);
-// Adds an edit durably. kAlreadyExists: it conflicts with another edit, and was removed again.
+// Adds an edit durably. kAlreadyExists: the edit conflicts with another one and was not kept.
 // Each writer first adds its file and then reads all, so of two concurrent conflicting edits at
 // most one succeeds; both may fail.
 Status AddSchema(FileSystem& fs, const std::string& staging_directory,

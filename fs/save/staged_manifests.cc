@@ -116,7 +116,6 @@ void StagedManifests::AddObject(std::uint32_t journal, const StagedObject& objec
   writer.inventory.objects.push_back(std::move(record));
 }
 
-// An object without bytes needs a file to be recorded in.
 bool StagedManifests::needs_patch_file() const { return !writers_.back().files.empty(); }
 
 Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std::uint32_t journal,
@@ -132,14 +131,15 @@ Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std:
       const std::string path = JoinPath(staging_.directory, record.name);
       const Result<std::unique_ptr<File>> file = fs.OpenRead(path);
       if (file.status().code() == Code::kNotFound) {
-        return Status(Code::kDataLoss, path + ": missing, although a journal refers to it");
+        return Status(Code::kDataLoss,
+                      path + ": the file is missing, although a journal refers to it");
       }
       if (!file.ok()) return file.status();
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.value()->Stat());
       if (info.kind != FileKind::kFile || info.size < use.end) {
-        return Status(Code::kDataLoss, path + ": ends at byte " + std::to_string(info.size) +
-                                           ", but its journal refers to bytes up to " +
-                                           std::to_string(use.end));
+        return Status(Code::kDataLoss,
+                      path + ": the file ends at byte " + std::to_string(info.size) +
+                          ", but its journal refers to bytes up to " + std::to_string(use.end));
       }
       TENSORMOUNT_RETURN_IF_ERROR(file.value()->Seal());
       // After the recorded bytes may follow unsynced bytes of a mount that was killed. They are not

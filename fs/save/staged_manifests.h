@@ -22,7 +22,7 @@ namespace tensormount::fs {
 // read from the page cache.
 class StagedManifests {
  public:
-  // Both must outlive this object.
+  // `staging` and `journals` must outlive this object.
   StagedManifests(const Staging& staging, const std::vector<Journal>& journals);
   ~StagedManifests();
 
@@ -31,8 +31,8 @@ class StagedManifests {
   // Adds an object part of a journal. `grid`: the grid that the part belongs to. `journal` is
   // kPublisher for an object without bytes, or one in the publisher's file.
   void AddObject(std::uint32_t journal, const StagedObject& object, const Dims& grid);
-  // Whether the publisher's file must exist even without bytes, because objects without bytes must
-  // be in some file.
+  // Whether a manifest names the publisher's file, which must then exist, maybe without bytes:
+  // objects without bytes are recorded in it.
   bool needs_patch_file() const;
 
   // Seals the used data files and learns their lengths, then writes the manifests (their names are

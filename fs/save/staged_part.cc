@@ -32,8 +32,8 @@ Status SyncParts(StagedParts& shared, std::span<StagedPart* const> parts) {
     // Frees the records, which are in the file now; those of a large target take megabytes.
     pending[i].records = {};
   }
-  // This sync also covers records that were appended without one: discarded bytes and removed
-  // objects.
+  // This sync also covers records that were appended before without a sync: discarded bytes and
+  // removed objects.
   const Status journal =
       shared.files.journal() != nullptr ? shared.files.journal()->Sync() : Status();
   Status first;

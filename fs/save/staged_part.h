@@ -53,7 +53,7 @@ class SyncLock {
   std::atomic<bool> taken_{false};
 };
 
-// What one part adds to a sync: its lock, its files and its records.
+// The contribution of one part to a sync: its lock, its files and its records.
 struct PendingPart {
   std::unique_lock<SyncLock> sync_lock;
   // Files that must be durable before the records. The shared pointers keep them open and numbered

@@ -31,7 +31,7 @@ Result<File*> StagedReader::Open(std::uint32_t journal, std::uint32_t file) {
   const std::string path = JoinPath(directory_, journals_[journal].files[file]);
   Result<std::unique_ptr<File>> opened = fs_.OpenRead(path);
   if (opened.status().code() == Code::kNotFound) {
-    return Status(Code::kDataLoss, path + ": missing, although a journal refers to it");
+    return Status(Code::kDataLoss, path + ": the file is missing, although a journal refers to it");
   }
   if (!opened.ok()) return opened.status();
   return (files_[{journal, file}] = std::move(opened).value()).get();
@@ -53,7 +53,8 @@ Result<StagedReader::Window*> StagedReader::Load(const StagedRun& run, std::uint
   Window& window =
       *std::min_element(windows_.begin(), windows_.end(),
                         [](const Window& a, const Window& b) { return a.used < b.used; });
-  // Cleared until the window is verified, so that nobody finds it by its leaves.
+  // The window stays without leaves until its bytes are verified, so that no call uses unverified
+  // bytes.
   window.leaves = nullptr;
   const std::uint64_t first = at / kLeafBytes;
   const std::uint64_t count = std::min(LeafCount(at + size) - first, kWindowLeaves);

@@ -22,12 +22,11 @@ namespace tensormount::fs {
 // is compared or copied: damaged bytes must not get new hashes.
 //
 // index/read's StoredRangeReader is not used here: it reads chunks of a manifest and fetches their
-// leaves from that manifest's file (ProvenRanges). Here the leaves are in memory, and bytes are
-// read once or twice in small nearby boxes, so four windows of 4 MiB replace its plans and caches.
-// Not thread-safe.
+// leaves from that manifest's file. Here the leaves are in memory, and bytes are read once or twice
+// in small nearby boxes, so four windows of 4 MiB replace its plans and caches. Not thread-safe.
 class StagedReader {
  public:
-  // Both must outlive this object.
+  // `fs` and `journals` must outlive this object.
   StagedReader(FileSystem& fs, const std::string& staging_directory,
                const std::vector<Journal>& journals);
 
@@ -41,7 +40,8 @@ class StagedReader {
   // Verified bytes of some leaves. Four windows suffice: boxes of a comparison come row by row, so
   // each of the two sides uses one window and touches the next.
   struct Window {
-    const std::vector<Hash128>* leaves = nullptr;  // Hashes of the extent, which identify it.
+    // Leaf hashes of the extent; their address identifies it.
+    const std::vector<Hash128>* leaves = nullptr;
     std::uint64_t begin = 0;
     std::vector<std::byte> data;
     std::uint64_t used = 0;

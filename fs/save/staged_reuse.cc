@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares chunks of a staging with those of its parent. For equal cuts only hashes are compared;
-// otherwise both sides are read, each verified against its own hashes.
+// Compares chunks of a staging with those of the base. If the base has a chunk of the same region,
+// only hashes are compared; otherwise both sides are read, each verified against its own hashes.
 #include "fs/save/staged_reuse.h"
 
 #include <algorithm>
@@ -96,8 +96,8 @@ bool StagedReuse::TryReuse(const TensorMeta& meta, const std::vector<StagedChunk
     if (chunk.journal == kPublisher) return false;
   }
   if (digest != entry.value().digest || bytes != meta.bytes()) return false;
-  // A tensor in a file of its own is not replaced by a tensor that the base stores in several
-  // parts.
+  // A large tensor that was written into one file is not replaced by one that the base stores in
+  // several parts: a mount can let the kernel read only a whole file (passthrough).
   if (one_file && meta.bytes() >= (std::uint64_t{4} << 20) &&
       !base_->WholeFileOf(entry.value()).ok()) {
     return false;

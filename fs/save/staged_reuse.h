@@ -21,14 +21,15 @@ namespace tensormount::fs {
 // kNotFound: there is no such checkpoint. "auto" and "off" name no base.
 Status HoldNamedBase(FileSystem& fs, const Staging& staging, const std::string& reuse);
 
-// Reuses files of the parent in a publish. Programs write through mounts before anything can be
-// compared, so the publish compares each tensor with the parent and, if it is equal, links the
-// parent's files instead of the written ones, which gc then removes with the staging. Digests
-// select candidates; hashes of equal chunks, or a comparison of all bytes, decide.
+// Takes data from the base in a publish: the checkpoint that schema.json names, or the parent.
+// Programs write through mounts before anything can be compared, so the publish compares each
+// tensor with the base and, if it is equal, links the base's files. The written files are then
+// unused, and gc removes them. Digests select candidates; hashes of equal chunks, or a comparison
+// of all bytes, decide.
 // Not thread-safe.
 class StagedReuse {
  public:
-  // All must outlive this object.
+  // All arguments must outlive this object.
   StagedReuse(const Store& store, FileSystem& fs, const Staging& staging,
               const std::vector<Journal>& journals)
       : store_(store), fs_(fs), staging_(staging), journals_(journals) {}

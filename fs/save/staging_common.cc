@@ -61,7 +61,7 @@ Result<CommonValues> CommonRecordsOf(std::string_view text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(CommonDict values, DictFrom(rest, ""));
   for (auto& [key, value] : values.items) {
     const std::string* name = std::get_if<std::string>(&key);
-    if (name == nullptr) return BadCommonError("a name is not a string");
+    if (name == nullptr) return BadCommonError("the name of a common value is not a string");
     const Status fits = CheckCommonName(*name);
     if (!fits.ok()) return BadCommonError(fits.message());
     records[*name] = std::move(value);

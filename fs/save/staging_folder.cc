@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The files of a staging other than data: the lock, schemas, done marks. A reader never gets a
-// partial text.
+// The small files of a staging: the lock, done marks and common.json. A reader never gets a partial
+// text.
 #include "fs/save/staging_folder.h"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ Status GoneError(const Staging& staging) {
                 staging.directory + ": this staging directory was published or removed meanwhile");
 }
 
-// The locked lock file; null if the filesystem has no locks. `take` locks it.
+// Returns the lock file, which `take` has locked; null if the filesystem has no locks.
 // The UUID is checked after locking: if the staging was published between open and lock, the lock
 // is on a file of the checkpoint.
 template <typename Take>
@@ -86,7 +86,7 @@ Status ReplaceDurably(FileSystem& fs, const std::string& folder, const std::stri
   }
   if (status.ok())
     status = Status(Code::kBusy, path + ": other processes keep replacing it; try again");
-  (void)fs.RemoveFile(fresh);  // A hidden file is never read.
+  (void)fs.RemoveFile(fresh);  // A hidden file that remains is never read.
   return status;
 }
 
@@ -202,7 +202,7 @@ Result<std::vector<DoneMark>> ReadDoneMarks(FileSystem& fs, const Staging& stagi
     const std::optional<std::uint64_t> rank = ParseNumber(e.name);
     if (!rank || *rank > 0xFFFFFFFFu) continue;
     const Result<std::string> text = fs.ReadFile(JoinPath(folder, e.name), kMaxMarkBytes);
-    // The mark is being replaced or removed.
+    // The mark was replaced or removed since the listing.
     if (text.status().code() == Code::kNotFound) continue;
     if (!text.ok()) return text.status();
     const nlohmann::json json = nlohmann::json::parse(text.value(), nullptr, false);

@@ -27,7 +27,8 @@ namespace tensormount::fs {
 // Creates STORE/.staging/NAME with its directories and UUID and claims a generation, in one atomic
 // step. kAlreadyExists: the staging exists (join it), or STORE/NAME is published.
 Result<Staging> CreateStaging(const Store& store, FileSystem& fs, const std::string& name);
-// Opens an existing staging. kNotFound; kUnsupported: a staging of the library (NAME.<id>).
+// Opens an existing staging. kNotFound: there is none; kUnsupported: it is a staging of the library
+// (NAME.<id>).
 Result<Staging> OpenStaging(const Store& store, FileSystem& fs, const std::string& name);
 // Names of the stagings of mounts, sorted.
 Result<std::vector<std::string>> ListStagings(const Store& store, FileSystem& fs);
@@ -44,7 +45,7 @@ Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging)
 // only the check of IsStagingInPlace protects.
 class StagingLease {
  public:
-  // The right to write, taken while anything is open for writing. kBusy: a publish is in progress
+  // The right to write, held while anything is open for writing. kBusy: a publish is in progress
   // (try again); kStale: the staging was published or removed.
   static Result<std::unique_ptr<StagingLease>> ForWriting(FileSystem& fs, const Staging& staging);
   // The right to publish or remove the staging. kBusy: a mount, this one or another, has files open
@@ -62,8 +63,7 @@ class StagingLease {
 };
 
 // The content of done/<rank>: writer `rank` has finished, and relies on the first `journal_bytes`
-// bytes of `journal`, its mount's journal, which were durable then. A new mark replaces the old
-// one. kInvalidArgument: the rank is not below the schema's number of writers.
+// bytes of `journal`, its mount's journal, which were durable then.
 // A publish on another machine of a shared filesystem that sees the mark but not yet those bytes
 // fails instead of publishing less.
 struct DoneMark {
@@ -73,6 +73,8 @@ struct DoneMark {
 };
 // Parses the number of a rank or of an object part's index; false for other spellings ("03").
 bool ParseRank(std::string_view name, std::uint32_t* rank);
+// Writes a mark durably; it replaces an older mark of the rank. kInvalidArgument: the rank is not
+// below the schema's number of writers.
 Status MakeDoneMark(FileSystem& fs, const Staging& staging, const DoneMark& mark);
 Status RemoveDoneMark(FileSystem& fs, const Staging& staging, std::uint32_t rank);
 Result<std::vector<DoneMark>> ReadDoneMarks(FileSystem& fs, const Staging& staging);

@@ -30,7 +30,7 @@ std::string StagingReport::ToText() const {
     if (line != verdict) text += line + "\n";
   }
   if (more > 0) text += fmt::format("and {} more problems\n", more);
-  // Both are 0 if tensors were not examined, for example because a done mark is missing.
+  // Both numbers are 0 if tensors were not examined, for example because a done mark is missing.
   if (mounts == 0 && bytes_missing == 0) return text;
   text += fmt::format("{} bytes written by {} mount{}, {} missing\n", bytes_written, mounts,
                       mounts == 1 ? "" : "s", bytes_missing);

@@ -20,44 +20,43 @@
 
 namespace tensormount::fs {
 
-// Everything that this mount writes into one staging: its journal, its data files, the written
-// bytes of each target. Independent of names and nodes. Thread-safe; different targets are written
-// in parallel.
+// The writes of this mount into one staging: its journal, its data files, the written bytes of each
+// target. Independent of names and nodes. Thread-safe; different targets are written in parallel.
 //
-// Placement: a target of at least kOwnFileBytes whose bytes are one run of the tensor (rows, the
-// whole tensor) is written into this mount's file of that tensor, each byte at its position in the
-// tensor. If this mount writes all of the tensor, the file is the tensor (Placement::kTensorFile)
-// and can use passthrough. Other large targets get a file of their own, packed; small targets and
-// small objects get an area of the pack. Synced bytes are never overwritten: a rewrite goes to the
-// pack and supersedes them in the journal. Files are as long as what was written into them, and may
-// have holes.
-// Short writes (under 64 KiB) into a large target without adjacent written bytes, such as the
-// columns of one rank written through `tensors/KEY`, would leave a file of scattered pieces with a
-// record for each. They are appended to the pack instead; those at a fixed distance form a packed
-// box there and become one record (StagedExtent::runs; figures in docs/performance.md). Once 64 KiB
-// are contiguous they are copied to their position, so a tensor that is written in order by small
-// writes still gets its file.
-// Lock order: Registry::renames, then both locks of targets and objects, then Registry::mutex,
-// then those of DataFiles. A target calls back into the registry (on_first_write) with its own lock
-// held, so the registry's mutex comes after it and is never held while a target is called.
+// Placement: a target (a box of a tensor) of at least kOwnFileBytes whose bytes are one run of the
+// tensor (rows, the whole tensor) is written into this mount's file of that tensor, each byte at
+// its position in the tensor. If this mount writes all of the tensor, the file is the tensor
+// (Placement::kTensorFile) and can use passthrough. Other large targets get a file of their own,
+// packed; small targets and small objects get an area of the pack. Synced bytes are never
+// overwritten: a rewrite goes to the pack and supersedes them in the journal. Files end at the last
+// written byte, and may have holes. Short writes (under 64 KiB) into a large target without
+// adjacent written bytes, such as the columns of one rank written through `tensors/KEY`, would
+// leave a file of scattered pieces with a record for each. They are appended to the pack instead;
+// those at a fixed distance form a packed box there and become one record (StagedExtent::runs;
+// figures in docs/performance.md). Once 64 KiB are contiguous they are copied to their position, so
+// a tensor that is written in order by small writes still gets its file.
+// Lock order: Registry::renames, then sync_lock_ and mutex_ of targets and objects, then
+// Registry::mutex, then the locks of DataFiles. A target calls back into the registry
+// (on_first_write) with its own lock held, so the registry's mutex comes after it and is never held
+// while a function of a target is called.
 class StagingWriter {
  public:
   // Makes the journal and files at the first write. `fs` must outlive this object.
   StagingWriter(FileSystem& fs, const Staging& staging, const std::string& incarnation);
 
-  // The writer of a box of a tensor, shared by all who open that box. Once the box was written, its
-  // writer is kept until this object is destroyed.
+  // The writer of a box of a tensor; everybody who opens that box gets the same one. Once the box
+  // was written, its writer is kept until this object is destroyed.
   Result<std::shared_ptr<TargetWriter>> OpenTarget(const TensorMeta& meta, const Box& box);
 
   // The writer of an object part. kNotFound: the part does not exist and `create` is false.
   Result<std::shared_ptr<BlobWriter>> OpenObject(const std::string& key, const Dims& index,
                                                  bool create);
-  // Removes an object, durably. kNotFound. Programs that have the object open continue with an
-  // unnamed file.
+  // Removes an object, durably. kNotFound: this mount did not write it. Programs that have the
+  // object open continue with an unnamed file.
   Status RemoveObject(const std::string& key, const Dims& index);
   // Renames an object, durably and without copying; after a crash at least one of both names
-  // exists. Synced bytes and open handles move along; an object that had the new name continues
-  // without one. kNotFound.
+  // exists. Synced bytes and open handles stay with the object. An object that had the new name
+  // loses it and continues without a name. kNotFound: this mount did not write the object.
   Status RenameObject(const std::string& key, const Dims& index, const std::string& to_key,
                       const Dims& to_index);
   struct ObjectName {
@@ -76,7 +75,7 @@ class StagingWriter {
   // Name of the journal for done marks, "<incarnation>.tmj"; empty while nothing was written.
   std::string journal_name() const;
   std::uint64_t journal_bytes() const;
-  // Totals of this writer.
+  // Totals for .tensormount/status.
   std::uint64_t bytes_written() const { return shared_->bytes_written.load(); }
   std::uint64_t files() const { return shared_->files.count(); }
   std::uint64_t syncs() const { return shared_->syncs.load(); }

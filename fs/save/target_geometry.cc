@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TargetGeometry: positions of the bytes of a box in the file that a mount shows for it.
+// TargetGeometry: positions of a box's bytes in the tensor, and their contribution to its digest.
 #include "fs/save/target_geometry.h"
 
 #include "shard/box_access.h"

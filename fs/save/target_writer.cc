@@ -109,8 +109,8 @@ void TargetWriter::AddRange(const StoredRange& range, Ranges& plan) {
   plan.push_back(range);
 }
 
-// Whether all of these bytes may be written at their position in the grid. Bytes there that were
-// ever synced may not, because a journal record has their hash until the staging is published.
+// Grid bytes that were ever synced must not be written again, because a journal record has their
+// hash until the staging is published.
 bool TargetWriter::ClaimGrid(const ByteRange& bytes) {
   if (grid_->file->condemned() || used_.Covered(bytes) > 0) return false;
   if (grid_->shared == nullptr) return true;
@@ -224,7 +224,7 @@ Status TargetWriter::WriteRange(const StoredRange& range, const std::byte* data,
   for (std::uint64_t at = range.bytes.begin; at < range.bytes.end;) {
     const std::uint64_t block =
         std::min(range.bytes.end, (at / kTargetBlockBytes + 1) * kTargetBlockBytes);
-    // Leaves that this write covers completely; the sync hashes the others.
+    // Hashes the leaves that this write covers completely; the sync hashes the others.
     for (std::uint64_t leaf = at; leaf < block;) {
       const std::uint64_t next = std::min(size(), (leaf / kLeafBytes + 1) * kLeafBytes);
       if (leaf % kLeafBytes == 0 && next <= block) {
@@ -315,7 +315,7 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
   Ranges plan;
   if (status.ok()) status = Plan(bytes, plan);
   if (status.ok()) {
-    // Neighbours that move to the grid are written, too.
+    // Neighbours that move to the grid are written too, so nobody else may write them meanwhile.
     const ByteRange all{std::min(bytes.begin, plan.front().bytes.begin),
                         std::max(bytes.end, plan.back().bytes.end)};
     *std::ranges::find(writing_, taken) = all;
@@ -361,7 +361,7 @@ Result<std::size_t> TargetWriter::Read(std::uint64_t offset, void* out, std::siz
       synced_.Walk(gap, add, [&](const ByteRange&) { hole = true; });
     });
   }
-  // Zeros would be mistaken for data.
+  // Unwritten bytes are an error, because zeros would be mistaken for data.
   if (hole) return Status::FromErrno(ENODATA, "read unwritten bytes of", Name());
   for (const StoredRange& r : ranges) {
     TENSORMOUNT_RETURN_IF_ERROR(shared_->files.Get(r.source)->Read(
@@ -371,7 +371,7 @@ Result<std::size_t> TargetWriter::Read(std::uint64_t offset, void* out, std::siz
   return size;
 }
 
-// Appends the record without a sync; the record overrides earlier records of this target.
+// Appends a kForget record without a sync; it voids earlier records of these bytes.
 Status TargetWriter::Forget(ByteRange bytes) {
   if (shared_->files.closed())
     return Status(Code::kStale, Name() + ": its staging directory was published or removed");

@@ -75,14 +75,14 @@ class TargetWriter final : public StagedPart {
  private:
   // Hash and digest contribution of one 64 KiB block of the target; Leaves has them by block
   // number. Whole blocks are hashed while their bytes are in the cache, so that a sync need not
-  // read them back; it reads back and hashes blocks written in parts.
+  // read them back; the sync reads back and hashes only blocks that were written in parts.
   struct Leaf {
     Hash128 hash;
     Crc64 contribution = 0;
   };
   using Leaves = std::map<std::uint64_t, Leaf>;
-  // Where the grid bytes of the target are. Chosen at the first write to the grid, by size and
-  // shape; a target with only short scattered writes has none.
+  // The place of the target's grid bytes. Chosen at the first write to the grid, by size and shape;
+  // a target with only short scattered writes has none.
   struct Grid {
     std::shared_ptr<DataFile> file;
     std::uint64_t base = 0;
@@ -115,21 +115,21 @@ class TargetWriter final : public StagedPart {
   static void AddRange(const StoredRange& range, Ranges& plan);
   Status OpenGrid();
   Status WriteRange(const StoredRange& range, const std::byte* data, Leaves& leaves);
-  // Copies the bytes `to.bytes`, which are in the log part of the pack so far, to their place in
-  // the tensor's file (`to`), because a write beside them goes there.
+  // Copies the bytes `to.bytes`, which are in the log so far, to their grid position (`to`),
+  // because a write beside them goes to the grid.
   Status CopyRange(const StoredRange& to);
   void Install(const StoredRange& range);
   // Starts writeback of written bytes. Requires the lock, and releases it during the call.
   void StartWriteback(Lock& lock, const StoredRange& range);
-  // Drops the hash of every block that these bytes touch.
+  // Drops the hash of every 64 KiB block that these bytes touch.
   void EraseLeaves(const ByteRange& bytes);
   // Number of bytes that are fresh or synced, each counted once.
   std::uint64_t KnownBytes(const ByteRange& bytes) const;
   // Assigns the target its number in the journal, if it has none yet. Requires the lock.
   Status AssignNumber();
 
-  // Append records of written bytes to `records`. RecordGrid reads back and hashes blocks that
-  // `leaves` lacks.
+  // RecordGrid, RecordLog and RecordRuns append journal records of written bytes to `records`.
+  // RecordGrid reads back and hashes blocks that `leaves` lacks.
   Status RecordGrid(const StoredRange& range, const Leaves& leaves, std::string& records);
   Status RecordLog(Ranges ranges, std::string& records);
   // `runs` has at least one range.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Assembles the cells of one tensor from all mounts: each cell once, cells of several mounts
-// compared byte by byte, and the boxes that nobody wrote.
+// Decides from which mount each byte of a tensor is taken, compares bytes that several mounts
+// wrote, and finds the boxes that no mount wrote.
 #include "fs/save/tensor_assembly.h"
 
 #include <algorithm>
@@ -103,8 +103,8 @@ Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const
   while (!todo.empty()) {
     const Box box = todo.back();
     todo.pop_back();
-    // The box is halved along the first axis that is long enough, so that a part is a few rows
-    // stored close together.
+    // A large box is halved along its first axis with an extent above 1, so that each part is a few
+    // rows that are stored close together.
     if (box.volume() > kCompareBytes) {
       int axis = 0;
       while (box.extent(axis) == 1) ++axis;
@@ -130,7 +130,7 @@ Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const
 }
 
 Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<StagedRun>& runs) {
-  // The remaining boxes of each run, complete or not, during this call.
+  // For each run, the boxes of its bytes that the steps below have left so far.
   std::vector<std::vector<Box>> left(runs.size());
   RegionSet boxes(ByteShape(meta.dtype(), meta.shape()));
   std::vector<std::uint32_t> owner;
@@ -149,7 +149,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
   const CoverageFindings found = SearchCoverage(boxes, kMaxPairs, true);
   if (found.pairs_dropped) {
     return Status(Code::kResourceExhausted,
-                  "tensor " + meta.key() + ": overwritten too many times, in too many pieces");
+                  "tensor " + meta.key() + ": too many parts of the tensor were overwritten");
   }
   std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
   for (auto [a, b] : found.pairs) {
@@ -195,7 +195,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
       left[b].clear();
       continue;
     }
-    // This is a copy, because the loop cuts left[b].
+    // A copy, because the loop below cuts left[b].
     const std::vector<Box> ours = left[b];
     for (const Box& x : left[a]) {
       for (const Box& y : ours) {

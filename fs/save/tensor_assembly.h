@@ -25,9 +25,9 @@ namespace tensormount::fs {
 inline constexpr std::uint32_t kPublisher = 0xFFFFFFFF;
 
 // The file of bytes that the publisher itself must write: elements whose bytes came in several
-// writes, remains of overwritten boxes that are too scattered to be chunks, and live bytes of files
-// that the base mostly holds. The publish copies nothing else. Created at the first byte; the
-// destructor removes it unless Finish succeeded. For one thread.
+// writes, remains of overwritten boxes that are too scattered to be chunks, and the few live bytes
+// of files whose other bytes are taken from the base. The publish copies nothing else. Created at
+// the first byte; the destructor removes it unless Finish succeeded. Not thread-safe.
 class PatchFile {
  public:
   PatchFile(FileSystem& fs, const Staging& staging) : fs_(fs), staging_(staging) {}
@@ -64,8 +64,8 @@ struct StagedChunk {
   Region region;  // Region in elements.
   std::vector<Hash128> leaves;
   Crc64 contribution = 0;
-  // Whether the region is a range of `target_box` in row-major order, from element `first` on; such
-  // neighbours can be merged into one chunk.
+  // Whether the region is a range of `target_box` in row-major order, from element `first` on;
+  // adjacent ranges of one box can be merged into one chunk.
   bool is_range = false;
   Box target_box;
   std::int64_t first = 0;

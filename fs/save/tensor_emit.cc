@@ -156,8 +156,8 @@ class TensorAssembly::Emitter {
     return Status();
   }
 
-  // Adds the remaining part of a range of a target: its whole units in place, and partial units at
-  // its ends.
+  // Adds a run that is one range of its target: its whole units become a chunk in place, and the
+  // partial units at its ends become parts.
   Status AddRange(const StagedRun& run) {
     const std::int64_t begin = Signed(run.begin);
     const std::int64_t end = begin + Signed(run.size);
@@ -170,7 +170,7 @@ class TensorAssembly::Emitter {
       return Status();
     };
     if (low >= high) {
-      // The range touches one or two units and contains neither.
+      // The range touches one or two units and contains no whole unit.
       TENSORMOUNT_RETURN_IF_ERROR(part(begin, std::min(low, end)));
       return part(std::min(low, end), end);
     }
@@ -191,7 +191,8 @@ class TensorAssembly::Emitter {
     return Status();
   }
 
-  // Adds a box of bytes of a run: its whole units, and partial units on both sides.
+  // Adds a box of bytes of a run: its whole units become chunks, and the partial units on both
+  // sides become parts.
   Status AddBox(const StagedRun& run, const Box& box) {
     const int last = box.rank() - 1;
     const std::int64_t low = (box.begin(last) + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;

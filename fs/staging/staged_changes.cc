@@ -21,8 +21,8 @@ Status Refused(std::string_view why) {
 
 bool OpensForWriting(int flags) { return (flags & O_ACCMODE) != O_RDONLY; }
 
-// Counts as an open writer while this object lives: a change without a file handle (unlink, rename,
-// creating an object) must not run during a publish either.
+// Counts as an open writer of the staging while this object lives, which blocks publishes: changes
+// without a file handle (unlink, rename, creating an object) must not run during a publish either.
 class WriterScope {
  public:
   explicit WriterScope(StagedCheckpoint& of) : of_(of), status_(of.BeginWriting()) {}
@@ -47,8 +47,8 @@ Status RemoveFilesIn(FileSystem& fs, const std::string& folder) {
   return fs.SyncDirectory(folder);
 }
 
-// The errno for rename(2). `mv` copies after EXDEV, and misreads EINVAL as moving a directory into
-// itself.
+// Replaces errnos of rename(2) that mislead `mv`: after EXDEV it would copy the files, and it
+// reports EINVAL as an attempt to move a directory into itself.
 Status RenameError(const Status& status) {
   switch (status.ToErrno()) {
     case EINVAL:
@@ -60,8 +60,8 @@ Status RenameError(const Status& status) {
   }
 }
 
-// The error for a name that cannot be an object. The errno is not ENOENT, because `cp` would report
-// the source as missing.
+// The error for a name that cannot be that of an object. The errno is not ENOENT, because `cp`
+// would then report that its source is missing.
 Status ObjectNameError(std::string_view path, const Status& why) {
   const std::string_view name = path.substr(path.rfind('/') + 1);
   if (name.size() > kMaxPartBytes) {
@@ -78,7 +78,7 @@ HandleContext StagingTree::ContextOf(const NodePtr& node, bool writable) {
   return {.staged = node->staged,
           .label = node->Label(),
           .writable = writable,
-          // The node is described under its current name, because a rename may have changed it.
+          // Finds the node again by its number, because a rename may have changed name and inode.
           .stat = [this, node]() -> Result<Attributes> {
             const Result<NodePtr> now = nodes_.Find(node->item);
             return Describe(now.ok() ? *now.value() : *node);
@@ -112,8 +112,8 @@ Result<StagingTree::Node> StagingTree::MakeDirectory(std::uint64_t folder, std::
     default: {
       if (Child(*parent, name).ok()) return exists;
       return LogFailure("mkdir", JoinedPath(parent->Label(), name),
-                        Refused("no directory can ever be made here: the directories of the keys "
-                                "in schema.json exist already"));
+                        Refused("no directory can be made here: the directories of the keys in "
+                                "schema.json exist already"));
     }
   }
 }
@@ -131,7 +131,8 @@ Result<std::shared_ptr<WriteHandle>> StagingTree::OpenNode(const NodePtr& node, 
     case NodeRole::kSlice: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
       const TensorMeta* meta = view->Find(node->key);
-      if (meta == nullptr) return Status(Code::kStale, node->Label() + ": not in schema.json");
+      if (meta == nullptr)
+        return Status(Code::kStale, node->Label() + ": the tensor is no longer in schema.json");
       TENSORMOUNT_ASSIGN_OR_RETURN(auto target, of.OpenTarget(*meta, node->box));
       TENSORMOUNT_ASSIGN_OR_RETURN(handle, OpenTargetHandle(std::move(context), target));
       if (writable && node->role == NodeRole::kSlice) of.AddSlicePath(node->path);
@@ -154,7 +155,7 @@ Result<std::shared_ptr<WriteHandle>> StagingTree::OpenNode(const NodePtr& node, 
         TENSORMOUNT_ASSIGN_OR_RETURN(text, ReadCommonJson(fs_, of.staging()));
       }
       if (!writable) return OpenTextHandle(std::move(context), std::move(text));
-      // An edit contains additions only, so a truncating open begins with an empty text.
+      // A text is applied as an addition to earlier edits, so a truncating open begins empty.
       if (truncates) text.clear();
       return OpenEditHandle(std::move(context), schema, std::move(text));
     }
@@ -254,7 +255,7 @@ Result<StagingTree::Opened> StagingTree::Create(std::uint64_t folder, std::strin
             Refused("no file can be created here; mkdir makes a staging directory, which becomes a "
                     "checkpoint"));
     }
-    // A mark exists only after it was written.
+    // O_CREAT makes the mark, also for an open that only reads (OpenNode marks only for writing).
     if (made.role == NodeRole::kMark) {
       const Status status = made.staged->MarkDone(made.rank);
       if (!status.ok()) return LogFailure("create", label, status);
@@ -285,8 +286,8 @@ Status StagingTree::Truncate(std::uint64_t file, std::uint64_t size) {
 
 Result<StagingTree::Node> StagingTree::SetAttributes(std::uint64_t item) { return Stat(item); }
 
-// Removes a file. For a tensor or slice: discards the written bytes and syncs that, so that a crash
-// does not restore them; the name stays while schema.json has the tensor.
+// Removes a file. For a tensor or slice: discards the written bytes, and makes that durable, so
+// that a crash does not restore them. The name of a tensor stays while schema.json has the tensor.
 Status StagingTree::Unlink(std::uint64_t folder, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, FindLive(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
@@ -329,8 +330,8 @@ Status StagingTree::CheckEmpty(const StagedNode& folder) {
   const Status full = Status::FromErrno(ENOTEMPTY, "remove", folder.Label());
   switch (folder.role) {
     case NodeRole::kTensors:
-      // Directories exist while schema.json names them; "empty" means that this mount has written
-      // nothing below.
+      // Directories of keys exist as long as schema.json has the keys, so here "empty" means that
+      // this mount has written nothing below.
       return folder.staged->HasWrittenBelow(folder.path) ? full : Status();
     case NodeRole::kDone:
     case NodeRole::kSlices:
@@ -365,14 +366,16 @@ Status StagingTree::RemoveStagingAt(std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
   const std::string label = ".staging/" + std::string(name);
   const auto remove = [&]() -> Status {
-    const Status busy(Code::kBusy, "files are open for writing");
+    const Status busy(Code::kBusy, "files of this staging directory are open for writing");
     if (staged->AwaitReleases() > 0) return busy;
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto lease,
                                  StagingLease::ForPublishing(fs_, staged->staging()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool removable, staged->CanRemove());
     if (!removable) {
       return Status::FromErrno(
-          ENOTEMPTY, "remove (something was written; remove schema.json first, or rm -r)", label);
+          ENOTEMPTY,
+          "remove the staging directory with written data (remove schema.json first, or use rm -r)",
+          label);
     }
     return RemoveStaging(store_, fs_, staged->staging());
   };
@@ -403,13 +406,13 @@ Status StagingTree::Publish(std::string_view name, std::string_view as) {
       return Status(Code::kBusy,
                     std::to_string(open) + " files are open for writing on this mount");
     }
-    // Bytes that could not be recorded are in no journal, so the publish alone would not notice
-    // them.
+    // PublishStaging reads journals, so it would not notice bytes whose journal record could not be
+    // written.
     const Status synced = staged->writer().SyncAll();
     if (!synced.ok() && synced.code() != Code::kStale) {
       return Status::FromParts(Code::kDataLoss, EIO, synced.message());
     }
-    // The report is in the staging's report.txt and report.json.
+    // No report is returned here, because a failed publish writes report.txt and report.json.
     return PublishStaging(store_, fs_, std::string(name), std::string(as), nullptr).status();
   };
   const Status status = publish();
@@ -417,7 +420,7 @@ Status StagingTree::Publish(std::string_view name, std::string_view as) {
     Drop(staged);
     return status;
   }
-  (void)staged->CheckInPlace(true);  // After kUnknown the staging may be gone.
+  (void)staged->CheckInPlace(true);  // After an error of kind kUnknown the staging may be gone.
   return LogFailure("publish", label, RenameError(status));
 }
 

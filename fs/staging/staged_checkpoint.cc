@@ -29,8 +29,8 @@ std::vector<std::string> KeysOf(const StagingSchema& schema) {
   return keys;
 }
 
-// The key of a target in targets_. Contains every property, because a new schema may define the
-// same box differently.
+// The key of a target in targets_. Contains shape and element size besides key and box, because a
+// new schema may define the same box differently.
 std::string TargetName(const TensorMeta& meta, const Box& box) {
   return meta.key() + '\0' + SliceText(box) + ' ' + meta.shape().ToString() + ' ' +
          std::to_string(meta.bits());  // Keys have no NUL.
@@ -85,7 +85,8 @@ void StagedCheckpoint::Touch() {
 // Called before every write; without `now` most calls need no storage access.
 Status StagedCheckpoint::CheckInPlace(bool now) {
   const auto stale = [this] {
-    return Status(Code::kStale, ".staging/" + name() + ": was published or removed");
+    return Status(Code::kStale,
+                  ".staging/" + name() + ": the staging directory was published or removed");
   };
   if (gone_.load(std::memory_order_acquire)) return stale();
   const Clock::rep at = Clock::now().time_since_epoch().count();
@@ -146,8 +147,8 @@ Status StagedCheckpoint::ExtendSchema(const StagingSchema& edit) {
   return ReadSchema();
 }
 
-// The order allows a crash after each step, after which `rm -r` can be run again: first the mark
-// that allows removal, then the files of edits, then the written bytes.
+// The order of the steps (the mark that allows removal, the files of edits, the written bytes)
+// makes sure that `rm -r` can be run again after a crash at any point.
 Status StagedCheckpoint::WithdrawSchema() {
   const std::lock_guard lock(schema_mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
@@ -179,8 +180,8 @@ Status StagedCheckpoint::WithdrawSchema() {
   return ReadSchema();
 }
 
-// The first writer takes the lease for all; concurrent ones wait for lease_mutex_ and then find it
-// taken.
+// The first writer takes the lease for all writers of this mount. Concurrent ones wait for
+// lease_mutex_, and then find the lease taken.
 Status StagedCheckpoint::BeginWriting() {
   // The deadline includes the wait for the mutex.
   const Deadline deadline = Deadline::After(kLeasePatience);
@@ -269,8 +270,7 @@ std::vector<std::string> StagedCheckpoint::SlicePaths() {
   return {slice_paths_.begin(), slice_paths_.end()};
 }
 
-// For `rm -r`: directories of keys exist while schema.json names them, so "empty" means that
-// nothing below them was written.
+// For rmdir(2): see StagingTree::CheckEmpty.
 bool StagedCheckpoint::HasWrittenBelow(const std::string& path) {
   const std::lock_guard lock(mutex_);
   for (const auto& [name, known] : targets_) {
@@ -304,7 +304,8 @@ Status StagedCheckpoint::MarkDone(std::uint32_t rank) {
   const Status made = MakeDoneMark(
       fs_, staging_,
       {.rank = rank, .journal = writer_.journal_name(), .journal_bytes = writer_.journal_bytes()});
-  // Returns kStale instead of `made` if the staging was published or removed meanwhile.
+  // Returns kStale instead of `made` if the staging was published or removed meanwhile, which then
+  // is the cause of the failure.
   if (!made.ok()) TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
   return made;
 }

@@ -121,20 +121,21 @@ class StagedCheckpoint {
   // Whether this mount has written, and not discarded, bytes of tensors/PATH/...
   bool HasWrittenBelow(const std::string& path);
 
-  // Directories below objects/ that were created but contain no object yet, by path.
-  // AddObjectFolder returns false if the path is known already.
+  // Directories below objects/ that programs made with mkdir, by path. The mount must remember
+  // them, because only objects are stored. AddObjectFolder returns false if the path is known
+  // already.
   bool AddObjectFolder(const std::string& path);
   void RemoveObjectFolder(const std::string& path);
   std::vector<std::string> ObjectFolders();
 
   // Makes everything that this mount wrote durable, then writes the mark done/`rank`.
   Status MarkDone(std::uint32_t rank);
-  // Whether the staging may be removed with its content: it was withdrawn, or nothing was ever
-  // written.
+  // Whether the staging may be removed with its content: its schema was withdrawn (WithdrawSchema),
+  // or no mount has written anything.
   Result<bool> CanRemove();
 
-  // Records the size of a text that is being written to schema.json or common.json. `who` is only
-  // an identity, never dereferenced.
+  // Records the size of a text that is being written to schema.json (`schema`) or common.json.
+  // `who` only identifies the open file; it is never dereferenced.
   void NoteEdit(bool schema, const void* who, std::uint64_t size);
   void EndEdit(bool schema, const void* who);
   // The largest size of the texts being written to that file; nullopt if there is none.

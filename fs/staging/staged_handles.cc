@@ -13,13 +13,13 @@
 namespace tensormount::fs {
 namespace {
 
-// A schema of a million tensors has about 80 MB.
+// Largest size of schema.json and common.json. A schema of a million tensors has about 80 MB.
 constexpr std::uint64_t kMaxEditBytes = std::uint64_t{256} << 20;
 
-// Base of all handles: the right to write, and error reporting.
-// The lock is shared by changes, which run in parallel, and exclusive for acquiring or releasing
-// the right to write. So a close waits for running writes, and a write after a close (of another
-// descriptor, or through a mapping) acquires the right again.
+// Base of all handles: counting as an open writer of the staging (counted_), and error reporting.
+// mutex_ is held shared by changes, which run in parallel, and exclusively to begin or end
+// counting. So a close waits for running writes, and a write after a close (by another descriptor,
+// or through a mapping) begins counting again.
 class StagedHandle : public WriteHandle {
  public:
   explicit StagedHandle(HandleContext context) : context_(std::move(context)) {}
@@ -51,14 +51,14 @@ class StagedHandle : public WriteHandle {
     const std::unique_lock lock(mutex_);
     paged_ = true;
     if (counted_) return {};
-    // The file was closed before the first page was used, as np.memmap does.
+    // Programs such as np.memmap close the file before they use the first page of the mapping.
     TENSORMOUNT_RETURN_IF_ERROR(LogFailure("map", context_.staged->BeginWriting()));
     counted_ = true;
     Linger();
     return {};
   }
-  // The release is announced first (`releasing`), so that a publish that finds this file open waits
-  // instead of failing.
+  // Announces the release first (`releasing`), so that a publish that finds this file open waits
+  // until its bytes are durable, instead of failing.
   Status Release() override {
     context_.staged->Linger({.closed = 0, .releasing = 1});
     {
@@ -111,7 +111,8 @@ class StagedHandle : public WriteHandle {
     return LogFailure("close", status);
   }
   Status LogFailure(std::string_view what, Status status) {
-    // kStale is not reported: the caller gets it as its own error.
+    // kStale is not added to .tensormount/errors: a staging that is gone is no failure of the
+    // mount.
     if (!status.ok() && status.code() != Code::kStale) {
       context_.stats->Report(what, label(), status);
     }
@@ -137,9 +138,9 @@ class StagedHandle : public WriteHandle {
   bool lingers_ = false;  // This handle still counts after its last close.
 };
 
-// A tensor's file or a slice. Writing through a shared mapping would corrupt it: the kernel writes
-// back whole pages, whose other bytes are older data or zeros and would count as written. So the
-// first such page condemns the target.
+// A tensor's file or a slice. Writing through a shared mapping would corrupt the tensor: the kernel
+// writes back whole pages, whose other bytes are older data or zeros and would count as written. So
+// the first such page marks the target as failed (Condemn).
 class TargetHandle : public StagedHandle {
  public:
   TargetHandle(HandleContext context, std::shared_ptr<TargetWriter> target)
@@ -159,12 +160,13 @@ class TargetHandle : public StagedHandle {
     if (size == 0) return target_->size();
     return LogFailure(
         "append to",
-        Status::FromErrno(EFBIG, "append to (its size is fixed by schema.json)", label()));
+        Status::FromErrno(EFBIG, "append to the file of fixed size (see schema.json)", label()));
   }
   Status Truncate(std::uint64_t size) override {
     return RunChange("truncate", [&]() -> Status {
       if (size > target_->size()) {
-        return Status::FromErrno(EFBIG, "lengthen (its size is fixed by schema.json)", label());
+        return Status::FromErrno(EFBIG, "lengthen the file of fixed size (see schema.json)",
+                                 label());
       }
       return size == target_->size() ? Status() : target_->Forget({size, target_->size()});
     });
@@ -252,8 +254,8 @@ class ObjectHandle : public StagedHandle {
   const std::shared_ptr<BlobWriter> blob_;
 };
 
-// A text in memory that is applied as a whole, by fsync and by the close that ends the writing.
-// Each open has its own text, so concurrent edits do not mix; the merge of all edits decides.
+// The text of schema.json or common.json in memory, applied as a whole by fsync(2) and close(2).
+// Each open has its own text, so concurrent edits do not mix; afterwards all edits are merged.
 class EditHandle : public StagedHandle {
  public:
   EditHandle(HandleContext context, bool schema, std::string text)
@@ -288,8 +290,8 @@ class EditHandle : public StagedHandle {
     return RunChange("truncate", [&]() -> Status {
       const std::lock_guard lock(text_mutex_);
       if (size > kMaxEditBytes) return Status::FromErrno(EFBIG, "lengthen", label());
-      // Editors truncate first. Truncating alone is not an edit: an empty text is no schema, and a
-      // close in that state must not fail.
+      // Editors truncate a file before they write it. An empty text is not applied, because it is
+      // no valid schema and close(2) would fail.
       changed_ = size > 0 && (changed_ || size != text_.size());
       text_.resize(size);
       Note();

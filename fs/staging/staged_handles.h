@@ -30,8 +30,9 @@ struct HandleContext {
 
 // The kind of handle depends on the file. A tensor or slice has a fixed size and records which
 // bytes were written; an object is a plain file; schema.json and common.json are checked as a whole
-// when they are closed; the meaning of a mark is its name.
-// OpenTargetHandle: a tensor's file or a slice.
+// when they are closed; of a mark only the name matters.
+//
+// Opens a tensor's file or a slice.
 Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(HandleContext context,
                                                       std::shared_ptr<TargetWriter> target);
 // Opens an object part.
@@ -41,7 +42,7 @@ Result<std::shared_ptr<WriteHandle>> OpenObjectHandle(HandleContext context,
 // applied when the file is closed or synced.
 Result<std::shared_ptr<WriteHandle>> OpenEditHandle(HandleContext context, bool schema,
                                                     std::string text);
-// Opens done/<rank>; data written to this file are discarded.
+// Opens done/RANK. Data written to this file are discarded.
 std::shared_ptr<WriteHandle> OpenMarkHandle(HandleContext context);
 // Opens a read-only text.
 std::shared_ptr<WriteHandle> OpenTextHandle(HandleContext context, std::string text);

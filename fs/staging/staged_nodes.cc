@@ -40,7 +40,8 @@ std::string_view NameOf(NodeRole role) {
   return "";
 }
 
-// Identity of a node; distinguishes a file from a directory of the same path.
+// Identity of a node: staging, role and path. The role tells a file from a directory of the same
+// path.
 std::string Identity(const StagedNode& node) {
   std::string name = node.staged ? node.staged->staging().uuid.ToString() : std::string();
   name += static_cast<char>('a' + static_cast<int>(node.role));
@@ -63,7 +64,6 @@ bool StagedNode::folder() const {
   }
 }
 
-// The label is shown in errors, so it is the path below the mount.
 std::string StagedNode::Label() const {
   std::string label = ".staging";
   if (staged) label += '/' + staged->name();
@@ -83,7 +83,7 @@ StagedNodes::StagedNodes() {
   root_ = std::make_shared<const StagedNode>(std::move(root));
 }
 
-// The same name gets the same item again, unless all references were released meanwhile.
+// A name gets the same item again, unless all references were released meanwhile.
 std::shared_ptr<const StagedNode> StagedNodes::Reference(StagedNode node) {
   if (node.role == NodeRole::kRoot) return root_;
   std::string name = Identity(node);
@@ -95,7 +95,7 @@ std::shared_ptr<const StagedNode> StagedNodes::Reference(StagedNode node) {
     counted.name = std::move(name);
     counted.node = std::make_shared<const StagedNode>(std::move(node));
   } else if (node.key != counted.node->key || !(node.box == counted.node->box)) {
-    // The schema was withdrawn, and a new one defines this name differently.
+    // A new schema, after the old one was withdrawn, defines this name differently.
     node.item = at->second;
     counted.node = std::make_shared<const StagedNode>(std::move(node));
   }
@@ -108,12 +108,11 @@ Result<std::shared_ptr<const StagedNode>> StagedNodes::Find(std::uint64_t item) 
   const std::lock_guard lock(mutex_);
   const auto it = nodes_.find(item);
   if (it == nodes_.end())
-    return Status(Code::kStale, ".staging/ has no entry with this inode number");
+    return Status(Code::kStale, "stale inode number: .staging/ has no such entry");
   return it->second.node;
 }
 
-// More references than counted are a caller's error; the node is then dropped, and its number is
-// not reused.
+// If the caller releases more references than were counted, which is an error, the node is dropped.
 void StagedNodes::Forget(std::uint64_t item, std::uint64_t references) {
   if (item == kRoot) return;
   const std::lock_guard lock(mutex_);

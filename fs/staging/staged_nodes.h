@@ -36,8 +36,8 @@ enum class NodeRole : std::uint8_t {
   kObject,   // objects/KEY, objects/KEY/0.1
 };
 
-// A node below .staging/. Immutable: a rename stores another node under the same item number, and
-// holders of the old one keep it.
+// A node below .staging/. Immutable: a rename stores a new StagedNode under the same item number,
+// and holders of the old one keep the old one.
 struct StagedNode {
   std::uint64_t item = 0;
   NodeRole role = NodeRole::kRoot;
@@ -61,10 +61,10 @@ inline std::string JoinedPath(std::string_view folder, std::string_view name) {
   return folder.empty() ? std::string(name) : std::string(folder) + '/' + std::string(name);
 }
 
-// All referenced nodes with their reference counts. Thread-safe.
-// The kernel counts a reference for each answered lookup and returns references in FORGET requests,
-// late and in batches. A node lives while it has references, and its number is never reused: for a
-// staging that is gone, a program gets ESTALE instead of another file.
+// All referenced nodes with their reference counts. The kernel counts a reference for each answered
+// lookup, and returns references in FORGET requests, late and in batches. A node lives while it has
+// references, and its number is never reused, so that a program that uses a node of a staging that
+// is gone gets ESTALE instead of another file. Thread-safe.
 class StagedNodes {
  public:
   static constexpr std::uint64_t kRoot = 1;
@@ -75,8 +75,8 @@ class StagedNodes {
   // kStale for unknown items.
   Result<std::shared_ptr<const StagedNode>> Find(std::uint64_t item) const;
   void Forget(std::uint64_t item, std::uint64_t references);
-  // Renames `from`, if this node is referenced, to `to`. Holders of a node that had the name `to`
-  // keep that node.
+  // Renames `from`, if it is referenced, to `to`. A node that had the name `to` can no longer be
+  // found by name, but its holders keep it.
   void Move(const StagedNode& from, StagedNode to);
   std::size_t size() const;
 

@@ -23,8 +23,8 @@ namespace {
 
 constexpr std::string_view kLongFolder = "%+";
 
-// The names in a staging directory, in the order of listings. `rm -r` removes them in this order:
-// schema.json last, after which the staging directory may be removed, too.
+// The names in a staging directory, in the order in which they are listed and in which `rm -r`
+// removes them. schema.json is last, because its removal allows that of the staging directory.
 constexpr std::pair<std::string_view, NodeRole> kFixedNames[] = {
     {"slices", NodeRole::kSlices},          {"tensors", NodeRole::kTensors},
     {"objects", NodeRole::kObjects},        {"done", NodeRole::kDone},
@@ -41,8 +41,8 @@ std::string IndexName(const Dims& index) {
   return name;
 }
 
-// Parses "0.1" within a grid; nullopt for other spellings ("00.1"), which must not name the same
-// part.
+// Parses an index such as "0.1" within a grid. nullopt for other spellings ("00.1"), because only
+// one name may stand for a part.
 std::optional<Dims> ParseIndex(std::string_view name, const Dims& grid) {
   Dims index;
   std::string_view rest = name;
@@ -58,9 +58,9 @@ std::optional<Dims> ParseIndex(std::string_view name, const Dims& grid) {
   return index;
 }
 
-// The key of the tensor whose slice has the name `stem`[...] in the directory `folder`. Slices are
-// never directories, so the suffix that distinguishes a file from a directory of the same name may
-// be omitted.
+// The key of the tensor whose slice has the name `stem`[...] in the directory `folder`. `stem` may
+// lack the suffix "%=" that tells the file of a tensor from a directory of the same name, because a
+// slice is never a directory.
 Result<std::string> KeyIn(const SchemaView& view, std::string_view folder, std::string_view stem) {
   if (stem.empty()) {
     const std::size_t slash = folder.rfind('/');
@@ -83,10 +83,10 @@ Result<std::string> KeyIn(const SchemaView& view, std::string_view folder, std::
 // Number of listings of slices/ and objects/ that are kept, so that programs can continue them.
 constexpr std::size_t kKeptListings = 8;
 
-// The position in a listing after `name`: a hash of the name alone, so that concurrent additions
-// and removals move no other name (otherwise a pass that unlinks what it reads would miss every
-// second name). 62 bits, to leave room in off_t for "." and ".."; collisions are as likely as on
-// ext4, which does the same.
+// The position in a listing after `name`: a hash of the name alone, so that additions and removals
+// during a listing do not move other names. (With positions that move, a program that unlinks the
+// names it lists would miss some.) 62 bits, to leave room in off_t for "." and "..". Names with
+// equal hashes are as unlikely as on ext4, which also lists by hashes.
 std::uint64_t CookieOf(std::string_view name) {
   return std::max<std::uint64_t>(Xxh3Low64(name) >> 2, 1);
 }
@@ -145,8 +145,7 @@ void StagingTree::DropGone() {
   }
 }
 
-// Finds a staging by name, also one of another mount. The UUID tells whether this mount knows that
-// staging already.
+// The UUID tells whether the staging that has the name now is the one that this mount knows.
 Result<StagingTree::StagedPtr> StagingTree::Join(std::string_view name) {
   StagedPtr known;
   {
@@ -160,7 +159,7 @@ Result<StagingTree::StagedPtr> StagingTree::Join(std::string_view name) {
   }
   if (!CheckCheckpointName(name).ok()) return NoSuchNameError(name);
   Result<Staging> found = OpenStaging(store_, fs_, std::string(name));
-  // A staging that a save of the library made is not shown.
+  // kUnsupported: a save by the library made this staging, so the mount does not show it.
   if (found.status().code() == Code::kUnsupported) return NoSuchNameError(name);
   TENSORMOUNT_RETURN_IF_ERROR(found.status());
   DropGone();
@@ -230,13 +229,15 @@ Result<StagedNode> StagingTree::SliceChild(const StagedNode& parent, std::string
     child.role = NodeRole::kSlices;
     const Result<TreeFolder> folder = view.FolderAt(child.path);
     if (folder.ok()) return child;
-    // A directory for one tensor whose slice names would otherwise be too long.
+    // A directory "%+NAME" has the slices of one tensor whose slice names would otherwise be too
+    // long.
     if (!name.starts_with(kLongFolder)) return NoSuchNameError(name);
     TENSORMOUNT_RETURN_IF_ERROR(KeyIn(view, parent.path, name.substr(kLongFolder.size())).status());
     return child;
   }
   if (slice->npy) {
-    return Status(Code::kNotFound, "slices are written without .npy: " + std::string(name));
+    return Status(Code::kNotFound,
+                  "a slice is written without .npy in its name: " + std::string(name));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(child.key, KeyIn(view, parent.path, slice->stem));
   const Result<Slice> parsed = ParseSlice(slice->slice, view.Find(child.key)->shape());
@@ -271,7 +272,8 @@ Result<StagingWriter::ObjectName> StagingTree::ObjectAt(const SchemaView& view,
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string key, KeyOfPath(path));
   if (const auto spec = objects.find(key); spec != objects.end() && spec->second.grid.rank() > 0) {
-    return Status::FromErrno(EISDIR, "open (a directory of parts, according to schema.json)", path);
+    return Status::FromErrno(EISDIR, "open as a file the directory of parts (see schema.json)",
+                             path);
   }
   return StagingWriter::ObjectName{.key = std::move(key), .index = {}};
 }
@@ -398,13 +400,14 @@ Result<Attributes> StagingTree::Describe(const StagedNode& node) {
     case NodeRole::kSlice: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.staged->Schema());
       const TensorMeta* meta = view->Find(node.key);
-      if (meta == nullptr) return Status(Code::kStale, node.Label() + ": not in schema.json");
+      if (meta == nullptr)
+        return Status(Code::kStale, node.Label() + ": the tensor is no longer in schema.json");
       TENSORMOUNT_ASSIGN_OR_RETURN(a.size,
                                    RegionBytes(meta->dtype(), meta->shape(), Region(node.box)));
       const auto target = node.staged->FindTarget(*meta, node.box);
       a.allocated = target ? target->written_bytes() : 0;
-      // Unwritten files get time 0, so that tools that compare size and time do not take them for
-      // copies.
+      // Unwritten files get time 0. Otherwise tools that compare size and time (rsync) could take
+      // them for finished copies.
       if (a.allocated == 0 && a.size > 0) a.mtime = 0;
       break;
     }
@@ -524,9 +527,9 @@ StagingTree::ListedNames StagingTree::NamesIn(const StagedNode& folder, const Ob
   return listed;
 }
 
-// Lists slices/ or objects/. A listing of n names is built once, when it begins, instead of for
-// each of its n/100 pages; a listing that was evicted meanwhile is rebuilt, and its cookies still
-// hold.
+// Lists slices/ or objects/. Programs read a listing in pages, so the names are collected once,
+// when the listing begins, and kept. If they were evicted meanwhile they are collected again; the
+// cookies stay valid.
 Status StagingTree::ListPaths(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
   const bool objects = folder.role == NodeRole::kObjects;
   std::shared_ptr<const ListedNames> names;

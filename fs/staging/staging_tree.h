@@ -53,17 +53,19 @@ class StagingTree {
   Result<Node> Lookup(std::uint64_t folder, std::string_view name);
   void Forget(std::uint64_t item, std::uint64_t references);
   Result<Node> Stat(std::uint64_t item);
-  // Answers from memory: for a staging (LookupKnown counts a reference of its node), its directory,
-  // or .staging itself; nullopt for other nodes.
+  // Lookup and Stat from memory, without storage. LookupKnown finds the staging of this name in
+  // .staging/, if this mount has seen it, and counts a reference. StatKnown finds the node of a
+  // staging's directory or of .staging/ itself. nullopt for all others.
   std::optional<Node> LookupKnown(std::string_view name);
   std::optional<Node> StatKnown(std::uint64_t item);
-  // Only kind and inode of `attributes` are set, because listed names are not looked up. `next` is
-  // the cookie that continues the listing after this name. False ends the listing.
+  // Called for each listed name. Only kind and inode of `attributes` are set, because listed names
+  // are not looked up. `next` is the cookie that continues the listing after this name. Returning
+  // false ends the listing.
   using Visit =
       std::function<bool(std::string_view name, const Attributes& attributes, std::uint64_t next)>;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn);
 
-  // EEXIST for an existing staging; a lookup joins it.
+  // EEXIST if the staging exists; Lookup then gives access to it.
   Result<Node> MakeDirectory(std::uint64_t folder, std::string_view name);
   // A created file. One reference of the node is counted, as by Lookup.
   struct Opened {
@@ -79,8 +81,8 @@ class StagingTree {
   Result<Node> SetAttributes(std::uint64_t item);
   Status Unlink(std::uint64_t folder, std::string_view name);
   Status RemoveDirectory(std::uint64_t folder, std::string_view name);
-  // Publishes .staging/`name` as `as` in the root. Errors of the publish are never EXDEV, after
-  // which `mv` would copy, or EINVAL, which `mv` misreads.
+  // Publishes .staging/`name` as `as` in the root. Errors are never EXDEV, after which `mv` would
+  // copy the files, or EINVAL, which `mv` misunderstands.
   Status Publish(std::string_view name, std::string_view as);
   Status RenameWithin(std::uint64_t folder, std::string_view name, std::uint64_t to_folder,
                       std::string_view to_name);
@@ -108,12 +110,13 @@ class StagingTree {
   // The node, if its staging still exists. Operations on a node begin with this call, so none uses
   // a staging for longer than StagedCheckpoint::kMaxAge after it was published or removed.
   Result<NodePtr> FindLive(std::uint64_t item);
-  // The staging with this name, whether this mount knows it already or not. kNotFound.
+  // The staging with this name, also if another mount made it and this one does not know it yet.
+  // kNotFound if there is none.
   Result<StagedPtr> Join(std::string_view name);
   // Forgets a staging that was published or removed.
   void Drop(const StagedPtr& staged);
-  // Forgets stagings that other mounts published or removed: each keeps descriptors open and
-  // targets in memory.
+  // Forgets stagings that other mounts published or removed, because each keeps descriptors and
+  // memory.
   void DropGone();
 
   // The node `name` in `parent`; counts no reference. kNotFound; ENOTDIR: `parent` is a file.
@@ -124,8 +127,8 @@ class StagingTree {
   Result<StagedNode> SliceChild(const StagedNode& parent, std::string_view name,
                                 const SchemaView& view);
   Result<StagedNode> ObjectChild(const StagedNode& parent, std::string_view name);
-  // The object part at a path, existing or not; its size is not set. kNotFound says why there can
-  // be none.
+  // Key and index of the object part at a path below objects/, whether it exists or not. An error
+  // says why there can be no object at this path.
   static Result<StagingWriter::ObjectName> ObjectAt(const SchemaView& view, std::string_view path);
   // Paths of all objects that this mount wrote, and of directories that the schema or mkdir made.
   struct ObjectPaths {
@@ -152,7 +155,7 @@ class StagingTree {
   Status MakeObject(const StagedNode& node);
   Status RemoveStagingAt(std::string_view name);
   Status CheckEmpty(const StagedNode& folder);
-  // Reports a refusal in .tensormount/errors and returns it.
+  // Reports `status`, unless it is ok, in .tensormount/errors, and returns it.
   Status LogFailure(std::string_view operation, std::string_view object, Status status);
 
   FileSystem& fs_;

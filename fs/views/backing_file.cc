@@ -14,19 +14,20 @@ namespace {
 
 using Segment = FileSegments::Segment;
 
-// The usual result: most files of a mount do not equal one stored file.
+// The usual result of a search, because most files of a mount do not equal one stored file.
 Status NoBackingFileError() {
-  return Status(Code::kNotFound, "no single file contains exactly these bytes");
+  return Status(Code::kNotFound, "no single data file contains exactly the bytes of this file");
 }
 
-// Returns `file` if it has the expected size.
+// Returns `file` if it has `size` bytes in the index (else kNotFound) and on disk (else kDataLoss).
 Result<std::uint32_t> FileOfSize(const OpenedCheckpoint& opened, std::uint32_t file,
                                  std::uint64_t size) {
   const CheckpointIndex& index = opened.index();
   if (file >= index.files().size() || index.files()[file].length != size)
     return NoBackingFileError();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, opened.fs().LinkStat(opened.AccessPath(file)));
-  // A source may be named through a symlink; files in a checkpoint are never symlinks.
+  // Only the file that a user named as the source can be a symlink; files in a checkpoint never
+  // are.
   if (info.kind == FileKind::kSymlink) return NoBackingFileError();
   TENSORMOUNT_RETURN_IF_ERROR(
       CheckUnchanged(index.files()[file], info, opened.commit() != nullptr));
@@ -37,7 +38,8 @@ Result<std::uint32_t> FileOfSize(const OpenedCheckpoint& opened, std::uint32_t f
   return file;
 }
 
-// Whether the file has `bytes` at offset `at`. They are a header, so they are read in one call.
+// Whether the file has `bytes` at offset `at`. The bytes are a header, which is small, so they are
+// read in one call.
 Result<bool> HasBytes(const OpenedCheckpoint& opened, std::uint32_t number, std::uint64_t at,
                       const std::string& bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, opened.OpenFile(number));
@@ -61,12 +63,13 @@ Result<std::uint32_t> FindBackingFile(const ShownCheckpoint& shown, const FileSe
     if (all[0].skip != 0 || all[0].length != tensor.meta.bytes()) return NoBackingFileError();
     return opened.WholeFileOf(tensor);
   }
-  // Literals and whole tensors. First the index is checked: all tensors in one file, each at its
-  // position; then the file's length; only then bytes are read.
+  // The file may consist of literals and whole tensors. First the index is checked: all tensors
+  // must be in one stored file, each at its position. Then the length of that file is checked, and
+  // only then its bytes are read.
   std::optional<std::uint32_t> file;
   for (const Segment& segment : all) {
     if (segment.kind == Segment::Kind::kLiteral) continue;
-    // No program stores a part of a tensor, a box or generated text as such a file.
+    // No program stores a file with a part of a tensor, a box or generated text in it.
     if (segment.kind != Segment::Kind::kTensor || segment.skip != 0) return NoBackingFileError();
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, opened.index().At(segment.ordinal));
     if (segment.length != tensor.meta.bytes()) return NoBackingFileError();

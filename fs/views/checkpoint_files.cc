@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Walks a path of a checkpoint's tree as the kernel would, and gives the references back.
+// Looks up a path in a checkpoint's tree name by name, as the kernel would, and then releases the
+// references to items of slices/.
 #include "fs/views/checkpoint_files.h"
 
 #include <algorithm>
@@ -11,7 +12,8 @@
 namespace tensormount::fs {
 namespace {
 
-// Releases the references that lookups below slices/ took, as a kernel that forgets the nodes.
+// Releases the references that lookups below slices/ took, as the kernel does when it forgets
+// nodes.
 class SliceReferences {
  public:
   explicit SliceReferences(SliceItems& items) : items_(items) {}

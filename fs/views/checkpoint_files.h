@@ -25,7 +25,7 @@ class CheckpointFiles {
   static Result<std::unique_ptr<const CheckpointFiles>> Make(
       std::shared_ptr<const OpenedCheckpoint> opened, const Options& options);
 
-  // All return kNotFound, with the path, if nothing has this path.
+  // All three return kNotFound, with the path, if the path does not exist.
   Result<Attributes> Stat(std::string_view path) const;
   // kInvalidArgument for a file.
   Result<std::vector<std::string>> List(std::string_view path) const;
@@ -34,7 +34,8 @@ class CheckpointFiles {
 
  private:
   explicit CheckpointFiles(std::shared_ptr<SliceItems> slices) : slices_(std::move(slices)) {}
-  // Calls `use` with the node at a path. References of slices/ are released when `use` returns.
+  // Calls `use` with the node at a path. References that the lookups took to items of slices/ are
+  // released when `use` returns.
   template <typename Use>
   auto At(std::string_view path, const Use& use) const -> decltype(use(Child{}));
 

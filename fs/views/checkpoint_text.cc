@@ -2,8 +2,8 @@
 // The text of checkpoint.json, common.json and extents/KEY.json.
 // checkpoint.json describes a whole checkpoint to programs without our library. Its head (fields of
 // the checkpoint, files, objects) is made once; entries of tensors are rendered block by block
-// while the file is read. The bytes are the same on every machine: they contain no path, no mount
-// time and no hash-table order.
+// while the file is read. The bytes are the same on every machine: they contain no path of the
+// mount, no mount time and no order of a hash table.
 #include "fs/views/checkpoint_text.h"
 
 #include <fmt/core.h>
@@ -22,8 +22,8 @@ std::string JsonText(const OrderedJson& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// The entry of a tensor, as one line, so that grep and diff work on the file. Ends with a brace,
-// which ExtentsJson removes to add fields.
+// The entry of a tensor, as one line, so that grep and diff work on the file. The line ends with a
+// brace, which ExtentsJson removes to add fields.
 std::string TensorLine(const TensorEntry& tensor) {
   const TensorMeta& meta = tensor.meta;
   std::string line =
@@ -61,7 +61,7 @@ std::string RegionFields(const Region& region) {
   return text;
 }
 
-// Keys of the tensors that model.safetensors leaves out.
+// Appends the keys of the tensors that model.safetensors leaves out to a JSON list.
 Status AppendNotInSafetensors(const ShownTensors& tensors, std::string& out) {
   return tensors.ForEachEntry(0, tensors.count(), [&](std::uint32_t, const TensorEntry& entry) {
     if (!CanStoreInSafetensors(entry.meta)) {
@@ -128,7 +128,8 @@ Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoin
     head += "},\n";
   }
   head += "  \"files\": [";
-  // There are few data files: one for each rank, or for each large tensor.
+  // Data files are few (one for each rank, or for each large tensor), so all are listed in the
+  // head.
   for (std::size_t i = 0; i < index.files().size(); ++i) {
     const FileRecord& file = index.files()[i];
     AppendItem(head, i == 0,
@@ -177,7 +178,7 @@ Result<std::string> CommonJson(const CheckpointIndex& index) {
 
 Result<std::shared_ptr<const GeneratedText>> ExtentsJson(const OpenedCheckpoint& opened,
                                                          const TensorEntry& tensor) {
-  // In a foreign checkpoint this may read files that say where the tensor's bytes are.
+  // In a foreign checkpoint this may read data files, to locate pending chunks.
   const Result<std::shared_ptr<const ExtentTable>> found = opened.Extents(tensor);
   std::string head = TensorLine(tensor);
   head.pop_back();  // Removes the brace, because fields follow.

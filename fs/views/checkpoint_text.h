@@ -12,15 +12,15 @@
 #include "fs/formats/generated_text.h"
 #include "fs/views/shown_checkpoint.h"
 
-// The JSON files of a checkpoint. Their text depends only on the committed records, so that every
-// mount on every machine (with the same key map) shows the same bytes.
+// The JSON files of a checkpoint. Their text depends only on the records of the checkpoint and on
+// the key map, so that every mount on every machine shows the same bytes.
 
 namespace tensormount::fs {
 
 // The text of checkpoint.json. `shown` must outlive the result. `views`: the names that its list
 // "views" has.
-// Lists that may have a million items are written without a JSON library, because GeneratedText
-// renders blocks repeatedly and needs the same bytes each time.
+// Lists that may have a million items are written as text, without a JSON document in memory,
+// because GeneratedText renders them in blocks.
 Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoint& shown,
                                                             const std::vector<std::string>& views);
 // common.json: an object with a line for each value, as CommonToJson writes it, then the reserved

@@ -29,16 +29,16 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
   OpenedCheckpoint::Options how;
   how.roots = options.roots;
   how.proven = options.proven;
-  // The checkpoint directory must not be a symlink.
+  // The directory is pinned first, so that all files are of one checkpoint. A symlink is refused.
   TENSORMOUNT_ASSIGN_OR_RETURN(how.pinned, fs.PinDirectory(directory));
   auto opened = OpenedCheckpoint::Open(fs, directory, how);
   TENSORMOUNT_RETURN_IF_ERROR(opened.status());
   for (const std::string& warning : opened.value()->warnings()) {
     Log(LogLevel::kWarning, directory + ": " + warning);
   }
-  // The UUID of the opened checkpoint is compared: the name could lead to another one meanwhile.
+  // Another checkpoint may have got this name since the caller learned `expected`.
   if (!expected.IsZero() && opened.value()->index().info().uuid != expected) {
-    return Status(Code::kStale, directory + ": it was replaced by another checkpoint");
+    return Status(Code::kStale, directory + ": the checkpoint was replaced by another one");
   }
   std::shared_ptr<CheckpointView> view(new CheckpointView(std::move(opened).value()));
   TENSORMOUNT_RETURN_IF_ERROR(view->Prepare(ownership, options));
@@ -70,8 +70,8 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   if (!options_.slices) options_.slices = std::make_shared<SliceItems>();
   if (options.other_users) TENSORMOUNT_RETURN_IF_ERROR(RestrictToFiles());
   const CheckpointIndex& index = opened_->index();
-  // Contains the name, since a checkpoint may be shown under two names, and the UUID, so that
-  // another checkpoint of that name has other inodes and no cache confuses the two.
+  // The seed contains the name, since a checkpoint may be shown under two names, and the UUID, so
+  // that another checkpoint of that name has other inode numbers and no cache confuses the two.
   ByteWriter seed;
   seed.String(options.name);
   seed.U64(index.info().uuid.high);
@@ -114,7 +114,8 @@ Status CheckpointView::RestrictToFiles() {
     TENSORMOUNT_RETURN_IF_ERROR(reach.RequireFoldersAbove(fs, real.value()));
     return reach.Require(fs, real.value(), AccessMask::Access::kRead);
   };
-  // The kernel has already checked the checkpoint's own directory.
+  // Access to the checkpoint's own directory is assumed: its modes are in ownership_, which the
+  // kernel checks.
   const auto begin = [this] {
     AccessMask reach(ownership_.uid, ownership_.gid);
     reach.AssumeSearchable(opened_->directory());
@@ -196,7 +197,7 @@ Child CheckpointView::ChildOf(std::uint8_t number, std::string name, const ViewN
 }
 
 // Eleven views: a linear search is faster than a table. Views that are listed only with --views can
-// be opened without it, too.
+// be opened without that option, too.
 Result<Child> CheckpointView::LookupTop(std::string_view name) const {
   for (std::uint8_t n = 1; n <= views_.size(); ++n) {
     const View& view = *views_[n - 1u];
@@ -204,7 +205,7 @@ Result<Child> CheckpointView::LookupTop(std::string_view name) const {
     TENSORMOUNT_ASSIGN_OR_RETURN(const ViewNode root, view.Stat(View::kRoot));
     return ChildOf(n, std::string(name), root);
   }
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
+  return Status(Code::kNotFound, "no entry " + std::string(name) + " in the checkpoint");
 }
 
 Result<Child> CheckpointView::Lookup(const Node& folder, std::string_view name) const {
@@ -283,8 +284,9 @@ Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& no
   TENSORMOUNT_ASSIGN_OR_RETURN(const View* const view, ViewOf(node));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, view->Attributes(node.item));
   for (const auto& [name, value] : own) add(name, value);
-  // Who reads the file's bytes: the daemon. If the kernel could read them itself, the FUSE bridge
-  // (fs/mount) replaces this value with the current one.
+  // The attribute tier says who reads the file's bytes: here the daemon, the process of the mount.
+  // For files that the kernel can read itself, the FUSE bridge (fs/mount) replaces this value with
+  // the current one.
   if (!own.empty()) add("tier", "daemon");
   return all;
 }
@@ -298,7 +300,7 @@ Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
                                                     const FileSegments& segments) const {
   // The search for one segment needs only the index, so its result is not cached.
   if (segments.segments().size() == 1) return FindBackingFile(*shown_, segments);
-  const Status none(Code::kNotFound, "no single file contains exactly these bytes");
+  const Status none(Code::kNotFound, "no single data file contains exactly the bytes of this file");
   // The lock is not held during the search: concurrent opens may both search, with the same result.
   {
     const std::lock_guard lock(mutex_);
@@ -308,8 +310,8 @@ Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
       return *known->second;
     }
   }
-  // Only results for shared segments are cached. With results for slices, which are made on demand,
-  // the map would grow without limit.
+  // Only results for shared segments are cached. If results for slices, which are made on demand,
+  // were cached too, the map would grow without limit.
   const Result<std::uint32_t> found = FindBackingFile(*shown_, segments);
   if (!found.ok() && found.status().code() != Code::kNotFound) return found.status();
   if (segments.is_shared()) {

@@ -55,10 +55,11 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
     std::string name;        // Directory name in the mount; part of inode numbers.
     bool list_views = false;
     ServeVerify verify = ServeVerify::kFirst;
-    // Renames keys; null: keys are shown as stored. kInvalidArgument if two keys would share a
-    // name.
+    // Renames keys; null: keys are shown as stored. Opening fails with kInvalidArgument if two keys
+    // would share a name.
     std::shared_ptr<const KeyMap> map;
-    HfOptions hf;  // Rules that do not fit: kInvalidArgument.
+    // Opening fails with kInvalidArgument if the rules are invalid for the shown keys.
+    HfOptions hf;
     // Directories outside of the checkpoint in which its data may be.
     std::vector<std::string> roots;
     // Ranges that an earlier view of the same checkpoint, or of its files, has verified.
@@ -84,8 +85,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
                                                                    const Ownership& ownership,
                                                                    const Options& options);
 
-  // The view of a checkpoint that is already open: exports open the source before ranks agree on
-  // it.
+  // Makes the view of a checkpoint that is already open, for exports: they open the source before
+  // the ranks agree on it.
   static Result<std::shared_ptr<const CheckpointView>> FromOpened(
       std::shared_ptr<const OpenedCheckpoint> opened, const Ownership& ownership,
       const Options& options);
@@ -105,7 +106,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   // Each call makes a new file. A slice or a tensor has few segments; those of a file of many
   // tensors are shared by all its open files.
   Result<std::shared_ptr<const VirtualFile>> OpenFile(const Node& file) const;
-  // An open file of this checkpoint with segments that a view made. `path` is used in messages.
+  // Makes an open file of this checkpoint from segments. `path` is used in messages.
   std::shared_ptr<const VirtualFile> Serve(FileSegments segments, const std::string& path,
                                            const Node& node) const;
   // Names and values of the node's extended attributes user.tensormount.*.
@@ -130,16 +131,17 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   // kept node ids from another version of the program.
   Result<const View*> ViewOf(const Node& node) const;
   static bool IsTop(const Node& node);
-  // Hash of the checkpoint's name and of the node's identity in its view: the same in every mount
-  // and after every restart, which tools like tar and rsync rely on. 64 bits: with 10 million nodes
-  // the chance of a collision is one in 370,000.
+  // Hash of the checkpoint's name and UUID and of the node's identity in its view: the same in
+  // every mount and after every restart, which tools like tar and rsync rely on. 64 bits: with 10
+  // million nodes the chance of a collision is one in 370,000.
   std::uint64_t InodeOf(std::string_view view, bool folder, std::string_view identity) const;
   Attributes AttributesOf(std::string_view view, const ViewNode& node) const;
   Child ChildOf(std::uint8_t number, std::string name, const ViewNode& node) const;
   Result<Child> LookupTop(std::string_view name) const;
   Status ListTop(std::uint64_t cookie, const Visit& fn) const;
 
-  // Immutable after Prepare, so read without a lock. mutex_ guards only the members below it.
+  // These members are immutable after Prepare, so they are read without a lock. mutex_ guards only
+  // the members below it.
   std::shared_ptr<const OpenedCheckpoint> opened_;
   // Owner and modes of the checkpoint on disk, which all files and directories get.
   Ownership ownership_;

@@ -11,11 +11,11 @@
 #include "fs/views/shown_checkpoint.h"
 #include "fs/views/view.h"
 
-// The views of a checkpoint that have no header of their own. Their arguments must outlive them.
+// Functions that make the views without a header of their own. Callers need only the View
+// interface, so the classes are in .cc files. The arguments must outlive the view.
 
 namespace tensormount::fs {
 
-// Functions instead of classes, because callers need only the View interface.
 using ViewList = std::vector<std::unique_ptr<const View>>;
 
 // tensors/KEY: the row-major bytes of a tensor, or of a layer of a stacked tensor, as a file for
@@ -35,7 +35,8 @@ std::unique_ptr<const View> MakeSafetensorsView(const ShownCheckpoint& shown);
 // common.json. If the common values are unreadable, this call fails, and so does the opening of the
 // checkpoint: a checkpoint with a damaged iteration number must not look intact.
 Result<std::unique_ptr<const View>> MakeCommonJsonView(const ShownCheckpoint& shown);
-// checkpoint.json. Lists the names of `views`, which may grow until the file is first read.
+// checkpoint.json. Its text lists the names of `views`; views may be added until the file is first
+// accessed.
 std::unique_ptr<const View> MakeCheckpointJsonView(const ShownCheckpoint& shown,
                                                    const ViewList& views);
 

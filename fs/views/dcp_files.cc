@@ -54,7 +54,7 @@ struct ByteItem {
   DcpItem item;
 };
 
-// Names of files of Megatron-Core.
+// Names that Megatron-Core uses: two files, and the key of a sharded object.
 constexpr std::string_view kMegatronConfig = "metadata.json";
 constexpr std::string_view kMegatronCommon = "common.pt";
 constexpr std::string_view kMegatronCommonState = "common_state";
@@ -104,7 +104,7 @@ class Planner {
     out_.files.push_back({std::string(name), std::move(file), {}});
   }
 
-  // Adds a note with names; adds none if there are no names.
+  // Adds a note about the values with these names; does nothing if there are none.
   void Note(std::string_view text, std::vector<std::string> names) {
     if (!names.empty()) out_.notes.push_back({std::string(text), std::move(names)});
   }
@@ -146,7 +146,7 @@ class Planner {
     return megatron_ && object.grid.rank() == 0 && object.key == kMegatronCommon;
   }
 
-  // A torch archive without tensors, around a pickle.
+  // Makes a torch archive that contains a pickle and no tensors.
   static std::string Archive(const std::string& pickle) {
     ZipWriter zip;
     std::string text;
@@ -184,7 +184,8 @@ class Planner {
       }
       byte_items_.push_back(std::move(item));
     }
-    // Megatron-Core takes each item for a part of a sharded object. Common values are in common.pt.
+    // Megatron-Core takes each item that is not a tensor for a part of a sharded object, so common
+    // values are in common.pt instead (AddMegatronFiles).
     if (megatron_) return {};
     std::vector<std::string> lost;
     for (const auto& [name, value] : common_.values) {
@@ -271,8 +272,8 @@ class Planner {
     return item.path ? *item.path : paths_.OfValue(item.fqn, item.stored);
   }
 
-  // The path in the form of planner_data. If the outermost container is not a dict: only the key,
-  // because DCP saves dicts.
+  // The path in the form of planner_data. It is only the key if flat_ is set, or if the outermost
+  // container is not a dict, because DCP saves dicts.
   std::vector<CommonKey> PlannerPath(const SavedPath& path, const std::string& key) const {
     if (flat_) return {CommonKey(key)};
     if (path.front().kind == PathStep::Kind::kName ||
@@ -411,7 +412,8 @@ class Planner {
       list->second.count = std::max(list->second.count, container.items);
       list->second.tuple = container.kind == SavedPaths::Container::Kind::kTuple;
     }
-    // Innermost lists first.
+    // Innermost lists come first, because a list that becomes one item is then an item of the list
+    // around it (AddLeaf).
     std::vector<Lists::value_type*> order;
     for (auto& list : lists) order.push_back(&list);
     std::ranges::stable_sort(
@@ -521,7 +523,7 @@ class Planner {
       TENSORMOUNT_RETURN_IF_ERROR(FillListGaps(names));
       for (std::size_t n = 0; n < byte_items_.size(); ++n) add(kItemOverhead);
     }
-    // Leaves room for the product in NextItem.
+    // NextItem multiplies a number up to the total by files_; the product must fit in 64 bits, too.
     if (!total || !CheckedMul(*total, files_)) {
       return Status(Code::kUnsupported, "dcp: too many bytes for one checkpoint");
     }
@@ -669,7 +671,7 @@ class Planner {
     const std::string before = PickleWriter::BytesHead(length);
     ZipWriter zip;
     std::string head;
-    std::string tail = ".";  // Ends the pickle.
+    std::string tail = ".";  // STOP, which ends the pickle.
     zip.Begin("data.pkl", before.size() + length + tail.size(), head);
     zip.End(tail);
     AddEntriesBeforeData(zip, tail);

@@ -21,8 +21,8 @@ struct DcpOptions {
   // Largest number of bytes of a tensor in one item. Readers load an item as a whole.
   std::uint64_t chunk_bytes = std::uint64_t{512} << 20;
   std::uint32_t files = 1;  // Largest number of data files, which have about the same size.
-  // As Megatron-Core's torch_dist: with metadata.json, and the common values in common.pt instead
-  // of in items of their own.
+  // Makes the files of Megatron-Core's format torch_dist: metadata.json is added, and the common
+  // values are in common.pt instead of in separate items.
   bool megatron = false;
 };
 
@@ -35,11 +35,12 @@ struct DcpFile {
 // A sentence about content that DCP cannot hold as it is stored.
 struct DcpNote {
   std::string text;
-  std::vector<std::string> names;  // Of the values; may be empty.
+  std::vector<std::string> names;  // Names of the values concerned; may be empty.
 };
 
 struct DcpFiles {
-  std::vector<DcpFile> files;  // Data files, then .metadata and what Megatron-Core needs.
+  // Data files, then .metadata, then the files of Megatron-Core, if any.
+  std::vector<DcpFile> files;
   std::vector<DcpNote> notes;
 };
 

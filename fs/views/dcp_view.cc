@@ -42,7 +42,8 @@ Status DcpView::CheckHolds() const {
     if (!holds_) holds_ = true;
   }
   if (*holds_) return {};
-  return Status(Code::kNotFound, "no dcp/ here: torch has no type for some tensor");
+  return Status(Code::kNotFound,
+                "the checkpoint has no dcp/: torch has no dtype for one of its tensors");
 }
 
 Result<ViewNode> DcpView::Stat(std::uint64_t item) const {
@@ -67,7 +68,7 @@ Result<ViewChild> DcpView::Lookup(std::uint64_t folder, std::string_view name) c
       return ViewChild{.name = std::string(name), .node = NodeOf(*files, n)};
     }
   }
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
+  return Status(Code::kNotFound, "no file " + std::string(name) + " in dcp/");
 }
 
 Status DcpView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const {

@@ -17,8 +17,8 @@
 namespace tensormount::fs {
 
 // dcp/: the checkpoint as a directory of torch.distributed.checkpoint, for programs that load such
-// directories and know no tensormount. If the checkpoint is Megatron-Core's, it also has that
-// program's files.
+// directories and know no tensormount. For a checkpoint of Megatron-Core the directory also has
+// that program's files.
 //
 // Items: 1 the directory, then the files of DcpFiles in their order.
 // The files are made at the first access and kept while the checkpoint is open, because that takes
@@ -30,7 +30,7 @@ class DcpView : public View {
   explicit DcpView(const ShownCheckpoint& shown) : shown_(shown) {}
 
   std::string_view name() const override { return "dcp"; }
-  // kRoot is kNotFound if torch has no type for some tensor.
+  // Stat(kRoot) returns kNotFound if torch has no type for some tensor.
   Result<ViewNode> Stat(std::uint64_t item) const override;
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
@@ -39,13 +39,13 @@ class DcpView : public View {
 
  private:
   static constexpr std::uint64_t kFirstFile = 2;
-  // Readers load an item as a whole, so a small part of a large tensor should not cost much more
-  // than itself.
+  // Largest number of bytes of a tensor in one item. Readers load whole items, so an item should
+  // not be much larger than the part of the tensor that they need.
   static constexpr std::uint64_t kChunkBytes = std::uint64_t{64} << 20;
 
   // kNotFound if torch has no type for some tensor. The first call looks at all tensors.
   Status CheckHolds() const;
-  // The files. A failure is not kept: the next call tries again.
+  // Returns the files. A failure is not cached: the next call tries again.
   Result<std::shared_ptr<const DcpFiles>> Files() const;
   ViewNode NodeOf(const DcpFiles& files, std::size_t n) const;
 

@@ -10,7 +10,7 @@ namespace {
 // kStale unless the item is the root, the only node of this view: the kernel may send any number.
 Status CheckItem(std::uint64_t item) {
   if (item == View::kRoot) return {};
-  return Status(Code::kStale, "the checkpoint has no entry with this inode number");
+  return Status(Code::kStale, "stale inode number: the checkpoint has no such entry");
 }
 
 }  // namespace

@@ -16,8 +16,8 @@ namespace tensormount::fs {
 //
 // Its root item is the file; all other items are stale, and a lookup below it returns ENOTDIR.
 // A subclass supplies the segments, which determine the size. Override Size if segments are
-// costlier than the size (model.safetensors reads its header only at open), because a listing of
-// the checkpoint asks for the size of each file.
+// costlier than the size (model.safetensors reads a stored header only at open), because a listing
+// of the checkpoint asks for the size of each file.
 class FileView : public View {
  public:
   std::string_view name() const override { return name_; }

@@ -61,7 +61,7 @@ Result<std::uint64_t> ParsePartSize(std::string_view text) {
     break;
   }
   if (digits.empty() || digits.size() > 19) return bad();
-  std::uint64_t number = 0;  // 19 digits fit.
+  std::uint64_t number = 0;  // Cannot overflow: 19 digits fit in 64 bits.
   for (const char c : digits) {
     if (c < '0' || c > '9') return bad();
     number = number * 10 + static_cast<std::uint64_t>(c - '0');
@@ -73,7 +73,7 @@ Result<std::uint64_t> ParsePartSize(std::string_view text) {
 
 Status HfParts::CheckRules(const ShownCheckpoint& shown, const HfOptions& options) {
   if (!options.rules) return {};
-  // Collects all names, since the tensors of a duplicate name can be anywhere.
+  // Collects all keys, because two tensors that get the same name can be anywhere in the order.
   std::vector<std::string> keys;
   keys.reserve(shown.tensors.count());
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -113,7 +113,8 @@ Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& show
 Status HfParts::FindTied(bool tied_embeddings) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const TiedNames found, TiedNames::Make(shown_));
   if (found.empty()) return {};
-  std::map<std::string, std::uint32_t, std::less<>> further;  // Names other than keys.
+  // Additional names, and their tensors.
+  std::map<std::string, std::uint32_t, std::less<>> further;
   for (const auto& [number, names] : found.all()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, shown_.tensors.KeyAt(number));
     std::vector<std::string>& all = tied_[number];
@@ -127,7 +128,8 @@ Status HfParts::FindTied(bool tied_embeddings) {
   }
   TENSORMOUNT_RETURN_IF_ERROR(
       shown_.tensors.Scan(0, [&](std::uint32_t number, const std::string& key, const TensorEntry*) {
-        // Keys have priority: a further name that is the key of another tensor is dropped.
+        // Keys have priority: an additional name that is also the name of another tensor's key is
+        // dropped.
         const auto same = further.find(Renamed(key));
         if (same != further.end() && same->second != number) {
           std::erase(tied_[same->second], same->first);
@@ -156,7 +158,7 @@ Status HfParts::Divide() {
   const std::uint32_t count = shown_.tensors.count();
   first_held_ = first_left_out_ = count;
   Part part;
-  std::uint64_t header = 0;  // Upper bound of the current part's header.
+  std::uint64_t header = 0;  // Upper bound of the bytes of the current part's header.
   bool empty = true;         // The current part has no tensor yet.
   TENSORMOUNT_RETURN_IF_ERROR(
       shown_.tensors.ForEachEntry(0, count, [&](std::uint32_t number, const TensorEntry& entry) {
@@ -250,15 +252,15 @@ Result<FileSegments> HfParts::Build(std::size_t number) const {
   // early.
   if (last.begin + last.length != order.header.size() + part.data_bytes ||
       (part.header_bytes != 0 && part.header_bytes != order.header.size())) {
-    return Status(Code::kDataLoss, "hf/: the index changed while a file was made");
+    return Status(Code::kDataLoss, "hf/: the index changed while a file of hf/ was generated");
   }
   return FileSegments::FromSharedSegments(
       std::move(segments), std::make_shared<const std::string>(std::move(order.header)));
 }
 
 Result<std::shared_ptr<const GeneratedText>> HfParts::IndexJson() const {
-  // The text has one item for each tensor. If tensors are left out, it begins with a list of them,
-  // which also has one item for each tensor.
+  // The weight map has one item for each tensor. If tensors are left out, the list of their names
+  // comes before it, which also has one item for each tensor (RenderIndex).
   const std::uint32_t count = shown_.tensors.count();
   if (left_out_ > 0 && count > UINT32_MAX / 2) {
     return Status(Code::kUnsupported, "hf/: too many tensors for one index");

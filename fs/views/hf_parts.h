@@ -27,8 +27,9 @@ namespace tensormount::fs {
 // complete safetensors file, and model.safetensors.index.json, whose "weight_map" maps tensors to
 // files; or one model.safetensors without an index. Readers accept any order within a part; ours is
 // that of model.safetensors, by falling element size.
-// Two passes over the tensors: Divide uses bounds of header sizes, because part names contain the
-// number of parts; then each part's header is made once for its size and dropped.
+// Make passes over the tensors twice: Divide uses upper bounds of header sizes, because the exact
+// size of a header is known only once it was made. Then each part's header is made, for its size,
+// and dropped.
 class HfParts {
  public:
   struct Part {
@@ -69,8 +70,8 @@ class HfParts {
   bool has_index() const { return parts_.size() > 1 || left_out_ > 0; }
   // The text of the index; this object must outlive it.
   Result<std::shared_ptr<const GeneratedText>> IndexJson() const;
-  // Number of additional names of tied tensors that are written, with the tensor's bytes once for
-  // each name.
+  // Number of additional names of tied tensors. For each of them the parts contain the tensor's
+  // bytes once more.
   std::uint64_t further_names() const { return further_names_; }
 
  private:
@@ -82,8 +83,8 @@ class HfParts {
   }
   // The names in hf/ of a tensor, several if it is tied; none if the rules drop it.
   std::vector<std::string> NamesOf(std::uint32_t number, const std::string& shown_key) const;
-  // Fills tied_. Files of models with a tied output layer contain only the embedding, as their
-  // readers expect; without tied_embeddings every name is written.
+  // Fills tied_. With `tied_embeddings` the names of the output layer are dropped if the tensor has
+  // others, because readers of such models expect only the embedding. Otherwise every name is kept.
   Status FindTied(bool tied_embeddings);
   Status Divide();
   Status RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const;

@@ -33,8 +33,8 @@ Result<std::unique_ptr<const View>> HfView::Make(const ShownCheckpoint& shown, c
 }
 
 void HfView::FindCarried() {
-  // Objects by name. If several keys have the same last name, the key without a directory wins,
-  // else the first key. Parts of a grid are not considered.
+  // Objects by their name in hf/. A key without a directory has priority over others with the same
+  // last name (carried_). Parts of a grid are not considered.
   std::map<std::string_view, std::uint32_t> found;
   const std::vector<ObjectRecord>& parts = shown_.objects.parts();
   for (const bool whole : {true, false}) {
@@ -65,7 +65,7 @@ bool HfView::HasTiedEmbeddings() const {
   if (!json.is_object()) return false;
   look(json);
   // Multimodal models have the text model's configuration within their own. If the two differ,
-  // transformers releases disagree on which one counts.
+  // transformers releases disagree on which one counts, so this function returns false.
   if (const auto text_config = json.find("text_config");
       text_config != json.end() && text_config->is_object()) {
     look(*text_config);
@@ -133,7 +133,7 @@ Result<ViewNode> HfView::Stat(std::uint64_t item) const {
   node.mtime = shown_.opened.index().info().json_mtime;
   if (item == kRoot) {
     if (shown_.tensors.count() == 0) {
-      return Status(Code::kNotFound, "no hf/ here: the checkpoint has no tensors");
+      return Status(Code::kNotFound, "the checkpoint has no hf/, because it has no tensors");
     }
     return node;
   }
@@ -166,7 +166,7 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
   }
   // Programs probe many files that do not exist, so the parts are laid out only for names of model
   // files.
-  const Status none(Code::kNotFound, "no " + std::string(name) + " here");
+  const Status none(Code::kNotFound, "no file " + std::string(name) + " in hf/");
   if (!name.starts_with("model")) return none;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
   if (name == kIndexFile && parts->has_index()) return found(kIndexItem);
@@ -192,7 +192,7 @@ Status HfView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn)
   if (folder != kRoot) return Status::FromErrno(ENOTDIR, "list", PathOf(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
   const std::uint64_t end = first_part() + parts->parts().size();
-  // A cookie is the next item. A listing needs the number of parts, so it lays them out.
+  // A cookie is the number of the next item.
   for (std::uint64_t item = std::max(cookie, kIndexItem); item < end; ++item) {
     if (item == kIndexItem && !parts->has_index()) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string name, NameOf(item));
@@ -218,7 +218,7 @@ Result<FileSegments> HfView::Open(std::uint64_t item) const {
   if (item < first_part() || item - first_part() >= parts->parts().size())
     return StaleNodeError("hf/");
   // The segments are those of model.safetensors, but the node is another, so the kernel caches the
-  // bytes of each.
+  // bytes of both files separately.
   if (parts->is_whole()) return whole_.Open(kRoot);
   return PartFile(*parts, item - first_part());
 }

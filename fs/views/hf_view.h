@@ -26,18 +26,19 @@ namespace tensormount::fs {
 //
 // Items: 1 the directory, 2 the index, from 3 on the carried objects by name, then the parts.
 // Numbers follow from the checkpoint and the options.
-// Carried objects are files that from_pretrained looks for: configuration and tokenizer. Lookups of
-// other names must not compute the parts, because transformers probes many files that do not exist.
+// Carried objects are saved objects with the names of files that from_pretrained looks for:
+// configuration and tokenizer. Lookups of other names must not compute the parts, because
+// transformers probes many files that do not exist.
 class HfView : public View {
  public:
-  // kInvalidArgument if the rules do not fit the shown keys (HfParts::CheckRules). `whole` is the
-  // view model.safetensors, which hf/ shows if its own file would be the same; it must outlive this
-  // object.
+  // kInvalidArgument if the rules give shown keys invalid or equal names (HfParts::CheckRules).
+  // `whole` is the view model.safetensors, which hf/ shows if its own file would be the same; it
+  // must outlive this object.
   static Result<std::unique_ptr<const View>> Make(const ShownCheckpoint& shown, const View& whole,
                                                   const HfOptions& options);
 
   std::string_view name() const override { return "hf"; }
-  // kRoot is kNotFound in a checkpoint without tensors.
+  // Stat(kRoot) returns kNotFound if the checkpoint has no tensors.
   Result<ViewNode> Stat(std::uint64_t item) const override;
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
@@ -48,7 +49,7 @@ class HfView : public View {
  private:
   static constexpr std::uint64_t kIndexItem = 2;
   static constexpr std::uint64_t kFirstCarried = 3;
-  // Limit of the memory for cached segments of parts that are not open; readers of a model
+  // Largest number of bytes of cached segments of parts. They are cached because readers of a model
   // directory open the same part many times.
   static constexpr std::uint64_t kKeptBytes = 12 << 20;
 
@@ -59,8 +60,8 @@ class HfView : public View {
     return shown_.objects.parts()[carried_[item - kFirstCarried]];
   }
   std::uint64_t first_part() const { return kFirstCarried + carried_.size(); }
-  // The parts; the first call walks over all tensors. A failure is not cached: the next call tries
-  // again.
+  // Returns the parts; the first call walks over all tensors. A failure is not cached: the next
+  // call tries again.
   Result<std::shared_ptr<const HfParts>> Parts() const;
   Result<std::shared_ptr<const GeneratedText>> Index() const;
   // Whether config.json ties the output layer to the input embedding (tie_word_embeddings).

@@ -24,7 +24,8 @@ class CheckpointJsonView : public FileView {
     const std::lock_guard lock(mutex_);
     if (!text_) {
       std::vector<std::string> names;
-      // This view is not asked, because its Stat would take the lock again; it always exists.
+      // This view's own Stat is not called, because it would take mutex_ again; this view always
+      // exists.
       for (const auto& view : views_) {
         const Status there = view.get() == this ? Status() : view->Stat(View::kRoot).status();
         if (there.code() == Code::kNotFound) continue;

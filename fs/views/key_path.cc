@@ -61,8 +61,8 @@ void AppendPart(std::string_view part, std::size_t begin, bool last, std::vector
     }
     i += n;
   }
-  // Only a whole name can be "." or "..", so this is checked after the loop. If the part was cut,
-  // the rest is not empty.
+  // Only a whole name can be "." or "..", so this is checked after the loop. If the part was cut
+  // into several names, `name` is the last of them, which is not empty.
   if (IsDots(name)) {
     std::string dots;
     for (const char c : name) AppendEscaped(dots, c);
@@ -102,8 +102,7 @@ std::string PathOfKey(std::string_view key, bool also_folder) {
   return path;
 }
 
-// Accepts some spellings that PathParts never makes, such as "%41" (an 'A' needs no escape); the
-// caller rejects them by encoding the key again.
+// Does not check that an escape was necessary: "%41" is accepted, although an 'A' needs no escape.
 std::optional<DecodedPart> DecodePart(std::string_view name) {
   DecodedPart decoded;
   if (name.empty() || IsDots(name)) return std::nullopt;

@@ -47,16 +47,18 @@ std::vector<PathPart> PathParts(std::string_view key, bool also_folder);
 // The names that PathParts returns, joined by '/'.
 std::string PathOfKey(std::string_view key, bool also_folder);
 
-// The decoded form of one name; nullopt for names that PathParts never makes. A decoded name may
-// still be invalid in its path: "%=" is valid only beside a directory of that name.
+// The decoded form of one name of a path.
 struct DecodedPart {
   std::string text;        // Bytes of the key.
   bool continues = false;  // The name was "%+...".
   bool marked = false;     // The name was "...%=".
 };
+// Decodes one name; nullopt if it is malformed. Some accepted names are never made by PathParts,
+// such as "%41", or "%=" without a directory of that name, so callers compare with PathParts of the
+// key.
 std::optional<DecodedPart> DecodePart(std::string_view name);
 
-// The key of a path; kNotFound unless the path is spelled exactly as PathParts spells it.
+// Returns the key of a path; kNotFound unless the path is spelled exactly as PathParts spells it.
 Result<std::string> KeyOfPath(std::string_view path);
 
 }  // namespace tensormount::fs

@@ -12,8 +12,8 @@ namespace tensormount::fs {
 namespace {
 
 // The smallest string that is greater than all strings with `prefix`, whose last byte must not be
-// 0xFF. A directory is skipped with it: PrefixSuccessor("layers/0/") = "layers/00" is after all
-// keys below it.
+// 0xFF. A search for it skips a directory: PrefixSuccessor("layers/0/") = "layers/00" is after all
+// keys below layers/0/.
 std::string PrefixSuccessor(std::string prefix) {
   prefix.back() = static_cast<char>(prefix.back() + 1);
   return prefix;
@@ -22,7 +22,7 @@ std::string PrefixSuccessor(std::string prefix) {
 }  // namespace
 
 Result<std::string> ListedKeys::KeyAt(std::uint32_t ordinal) const {
-  if (ordinal >= keys_.size()) return Status(Code::kStale, "no key has this inode number");
+  if (ordinal >= keys_.size()) return Status(Code::kStale, "stale inode number: no key has it");
   return keys_[ordinal];
 }
 
@@ -56,12 +56,12 @@ Result<KeyTree::NamedFolder> KeyTree::NamesOf(const TreeFolder& folder) const {
   named.depth = folder.depth;
   if (folder.depth == 0) return named;
   if (folder.first >= keys_.count())
-    return Status(Code::kStale, "no directory has this inode number");
+    return Status(Code::kStale, "stale inode number: no directory has it");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(folder.first));
   const std::vector<PathPart> parts = PathParts(key, false);
   // A key with at most `depth` names is not below a directory of that depth: the node id is stale.
   if (parts.size() <= folder.depth)
-    return Status(Code::kStale, "no directory has this inode number");
+    return Status(Code::kStale, "stale inode number: no directory has it");
   const PathPart& own = parts[folder.depth - 1];
   named.prefix = key.substr(0, own.raw_end + (own.continues ? 0 : 1));
   if (own.continues) named.last_name = own.name;
@@ -71,7 +71,7 @@ Result<KeyTree::NamedFolder> KeyTree::NamesOf(const TreeFolder& folder) const {
 Result<bool> KeyTree::IsFolder(std::string_view key, const std::string* next) const {
   if (next == nullptr || next->size() <= key.size() || !next->starts_with(key)) return false;
   const char c = (*next)[key.size()];
-  // Keys like "a-b" sort between "a" and "a/b".
+  // Keys like "a-b" sort between "a" and "a/b", so here only a search can tell.
   if (c < '/') return HasKeysBelow(key);
   return c == '/';
 }
@@ -211,7 +211,7 @@ Status KeyTree::ListFrom(Listing& l) const {
           l.file_key = key;
           return true;
         }
-        // The "%+" directory of the key before has already been seen.
+        // An earlier key has already led to this "%+" directory.
         if (own.continues && own.name == l.continued) return true;
         folder = TreeChild{.name = std::move(own.name),
                            .is_folder = true,
@@ -233,7 +233,8 @@ Status KeyTree::ListFrom(Listing& l) const {
     return l.status;
   }
   if (folder_prefix.empty()) {
-    // Keys of a "%+" directory are not adjacent: only its first key reports the directory.
+    // Keys of a "%+" directory need not be adjacent, so the directory is reported only at its first
+    // key.
     l.continued = folder->name;
     const std::string raw = l.folder.prefix + DecodePart(folder->name)->text;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t first,
@@ -254,7 +255,7 @@ Result<std::string> KeyTree::PathOf(std::uint32_t ordinal, std::uint32_t depth) 
   }
   const std::vector<PathPart> parts = PathParts(key, also_folder);
   if (depth >= parts.size() && depth > 0)
-    return Status(Code::kStale, "no directory has this inode number");
+    return Status(Code::kStale, "stale inode number: no directory has it");
   std::string path;
   for (std::size_t i = 0; i < parts.size() && (depth == 0 || i < depth); ++i) {
     if (i > 0) path += '/';

@@ -30,7 +30,7 @@ class KeySource {
   // index reads and caches the blocks of the compared keys.
   virtual Result<std::uint32_t> LowerBound(std::string_view key) const = 0;
   // Calls fn for each key from ordinal `first` on, until fn returns false. `entry`: the tensor's
-  // record, or null if the source does not read it in a scan.
+  // record, or null if the source reads no records in a scan.
   using Visit =
       std::function<bool(std::uint32_t ordinal, const std::string& key, const TensorEntry* entry)>;
   virtual Status Scan(std::uint32_t first, const Visit& fn) const = 0;
@@ -107,7 +107,7 @@ class KeyTree {
  private:
   // The same result as IsFolder, found by a search.
   Result<bool> HasKeysBelow(std::string_view key) const;
-  struct NamedFolder;  // A directory with its names and the common prefix of its keys.
+  struct NamedFolder;  // A directory with the common prefix of its keys.
   struct Listing;
   Result<NamedFolder> NamesOf(const TreeFolder& folder) const;
   // First ordinal of a key in the directory `name` of `folder`. `name` begins with "%+"; `raw` are

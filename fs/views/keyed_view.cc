@@ -11,7 +11,7 @@
 namespace tensormount::fs {
 namespace {
 
-// The highest of the 40 bits of an item number.
+// Marks items of hidden keys: the highest of the 40 bits of an item number.
 constexpr std::uint64_t kHiddenBit = std::uint64_t{1} << 39;
 
 }  // namespace
@@ -25,7 +25,7 @@ std::uint64_t KeyedView::ItemOf(const KeyedItem& keyed) {
 Result<KeyedView::KeyedItem> KeyedView::KeyedItemOf(std::uint64_t item) const {
   KeyedItem keyed;
   keyed.key.hidden = (item & kHiddenBit) != 0;
-  // The number has 27 bits, and is compared with the number of keys below.
+  // The number has 27 bits, so the cast is safe. The check below refuses numbers without a key.
   keyed.key.number = static_cast<std::uint32_t>((item & ~kHiddenBit) >> kFolderDepthBits);
   keyed.depth = static_cast<std::uint32_t>(item & kMaxDepth);
   if (item == kRoot) return keyed;
@@ -71,8 +71,9 @@ Result<ViewChild> KeyedView::ChildOf(const KeyedItem& folder, const TreeChild& f
   // sizes of stem and name mean that the name had no suffix.
   if (!suffix_.empty() && found.is_folder != (stem.size() == name.size()))
     return NoSuchNameError(name);
+  // An item number has no room for a greater depth. Keys do not reach this limit of 4,095: a key of
+  // 2,048 bytes has at most 2,049 names.
   if (found.depth + 1 >= kMaxDepth) return NoSuchNameError(name);
-  // kMaxDepth bounds the bits; a key of 2,048 bytes has at most 2,049 names.
   const KeyedItem keyed{.key = {.hidden = folder.key.hidden, .number = found.ordinal},
                         .depth = found.is_folder ? found.depth + 1 : 0};
   TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, StatAt(keyed));
@@ -136,7 +137,7 @@ Status KeyedView::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn
         Result<ViewNode> node = child.entry && !child.is_folder
                                     ? FileNode(keyed, child.entry->meta.key(), &*child.entry)
                                     : StatAt(keyed);
-        // The view has no file of this key.
+        // The view has no file for this key (npy/ has none for 4-bit types), so none is listed.
         if (node.status().code() == Code::kNotFound) return true;
         if (!node.ok()) {
           failed = node.status();

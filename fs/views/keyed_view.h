@@ -17,10 +17,10 @@
 namespace tensormount::fs {
 
 // A view with a file for each of many keys: directories from the keys' paths, file names with a
-// suffix. Nothing is stored, because an item number contains all of it: 1 bit (whether the key is
-// hidden), 27 bits (the key's number), 12 bits (0: the key's file; d + 1: the directory of the
-// first d names of its path). A directory is thus identified by its first key: with keys "a/b/w"
-// (number 4) and "a/b/x" (5), directory a/b/ is key 4 with d = 2.
+// suffix. No table of items is stored, because an item number describes the item: 1 bit (whether
+// the key is hidden), 27 bits (the key's number), 12 bits (0: the key's file; d + 1: the directory
+// of the first d names of its path). A directory is thus identified by its first key: with keys
+// "a/b/w" (number 4) and "a/b/x" (5), directory a/b/ is key 4 with d = 2.
 //
 // A subclass supplies the segments of one key's file; for tensors, TensorFilesView below does most
 // of this.
@@ -50,18 +50,18 @@ class KeyedView : public View {
             const KeyTree* hidden, std::int64_t empty_mtime)
       : name_(name), suffix_(suffix), tree_(tree), hidden_(hidden), empty_mtime_(empty_mtime) {}
 
-  // Sets size and mtime of the key's file; item, identity and kind are already set. kNotFound: this
-  // view has no file for the key. `entry`: the tensor's record if the listing has read it, else
-  // null.
+  // Sets size and mtime of the key's file; the caller has set item, identity and kind. kNotFound:
+  // this view has no file for the key. `entry`: the tensor's record if the listing has read it,
+  // else null.
   // Called for every child of a listing, so it should read no data.
   virtual Status StatFile(const KeyNumber& key, const TensorEntry* entry, ViewNode& file) const = 0;
-  // Time of the key's file. A directory has the time of its first key, so that the time changes
-  // only with that key's, as rsync expects.
+  // Mtime of a directory whose first key is `key`. It is the time of that key's tensor or object,
+  // so it changes only together with that time.
   virtual Result<std::int64_t> MtimeOf(const KeyNumber& key) const = 0;
   // The content of the key's file. Called when the file is opened.
   virtual Result<FileSegments> SegmentsAt(const KeyNumber& key) const = 0;
-  // Extended attributes of the key's file, by name without "user.tensormount.": what the path
-  // cannot show, such as dtype, shape and the exact key.
+  // Extended attributes of the key's file, by name without "user.tensormount.", for properties that
+  // the path cannot show, such as dtype, shape and the exact key.
   virtual Result<std::map<std::string, std::string>> AttributesAt(const KeyNumber& key) const = 0;
 
  private:
@@ -105,9 +105,9 @@ class TensorFilesView : public KeyedView {
 
   // The content of the tensor's file. kNotFound if the view has no file for such a tensor.
   virtual Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const = 0;
-  // The file's size if the tensor's metadata determine it, so that a listing makes no segments:
-  // true for tensors/ (the tensor's bytes), not for npy/ (the header's length depends on the
-  // shape's digits).
+  // The file's size if it can be computed without making segments, so that a listing makes none: in
+  // tensors/ it is the number of the tensor's bytes. Empty if it cannot (npy/, whose header has to
+  // be made), or if the tensor has no file in this view.
   virtual std::optional<std::uint64_t> KnownSize(const TensorMeta& shown) const {
     (void)shown;
     return std::nullopt;

@@ -37,7 +37,7 @@ class SafetensorsView : public FileView {
     bool is_source = false;  // The file is a foreign file, unchanged.
   };
 
-  // Does not read the header, because a listing asks for the size of every view.
+  // Does not read a stored header, because a listing asks for the size of every view.
   Result<std::uint64_t> Size() const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Assembled assembled, Assemble());
     return assembled.segments->back().begin + assembled.segments->back().length;
@@ -96,7 +96,7 @@ class SafetensorsView : public FileView {
     return true;
   }
 
-  // The first bytes of the foreign file.
+  // Reads the first `size` bytes of the foreign file, which are its header.
   Result<std::string> SourceBytes(std::uint64_t size) const {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, shown_.opened.OpenFile(0));
     std::string bytes(static_cast<std::size_t>(size), '\0');
@@ -105,9 +105,9 @@ class SafetensorsView : public FileView {
     return bytes;
   }
 
-  // Lays the tensors out as in the foreign file. False, and nothing is laid out, if the file is not
-  // exactly a header and these tensors: the source must be one file, and each tensor one packed run
-  // of it. A source of several parts gets a header of its own.
+  // Lays the tensors out as in the foreign file. Returns false, and lays nothing out, unless the
+  // source is one file that consists of a header and these tensors, each as one packed run. For
+  // other sources a header is made.
   Result<bool> LayOutSource(std::vector<Segment>& segments) const {
     const CheckpointIndex& index = shown_.opened.index();
     if (index.files().size() != 1 || !index.files()[0].name.ends_with(".safetensors")) return false;
@@ -120,7 +120,7 @@ class SafetensorsView : public FileView {
       if (tensor.meta.bytes() == 0) return true;
       whole = whole && tensor.chunks == 1 && !tensor.wide && !tensor.pending;
       if (!whole) return false;
-      // The index alone has the extents, because tensors with pending items were excluded above.
+      // The index has the extents, because tensors with pending chunks were excluded above.
       const Result<std::shared_ptr<const ExtentTable>> table = index.Extents(tensor.ordinal);
       inner = table.status();
       if (!inner.ok()) return false;
@@ -146,7 +146,9 @@ class SafetensorsView : public FileView {
     return true;
   }
 
-  static Status None() { return Status(Code::kNotFound, "no model.safetensors here"); }
+  static Status None() {
+    return Status(Code::kNotFound, "the checkpoint has no model.safetensors");
+  }
 
   Status LayOutRecorded(std::vector<Segment>& segments) const {
     const CheckpointIndex& index = shown_.opened.index();
@@ -178,8 +180,8 @@ class SafetensorsView : public FileView {
       entries.push_back(std::move(entry));
       metas.push_back(&entries.back().meta);
     }
-    // Further names of a tensor are metadata, as safetensors.torch.save_model writes them: its
-    // load_model refuses two tensors that are one.
+    // Additional names of a tied tensor are written as metadata, as safetensors.torch.save_model
+    // does: its load_model refuses a file in which a tied tensor is stored twice.
     std::map<std::string, std::string> metadata;
     for (const auto& [number, names] : tied.all()) {
       for (const std::string& name : names) metadata[name] = metas[number]->key();

@@ -13,7 +13,7 @@
 namespace tensormount::fs {
 namespace {
 
-// Converts the mount's option to the reader's.
+// Converts the mount's option to that of OpenedCheckpoint's reads.
 ReadVerify ReadVerifyOf(ServeVerify verify) {
   switch (verify) {
     case ServeVerify::kOff:
@@ -26,7 +26,7 @@ ReadVerify ReadVerifyOf(ServeVerify verify) {
   return ReadVerify::kExtendLeaves;
 }
 
-// What bytes [offset, offset + size) of a box's container consist of: boxes of the tensor, and
+// The content of bytes [offset, offset + size) of a box's container: boxes of the tensor, and
 // zeros.
 struct ServedRange {
   std::vector<PlacedBox> want;
@@ -49,7 +49,7 @@ Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint6
   std::int64_t at = 0;
   for (const Box& part : range.Boxes()) {
     const Box held = Intersect(part, filled);
-    // The whole part is cleared, and then the data are written over some of it.
+    // The whole part is marked as zeros; ReadBox then writes the data over some of it.
     if (held != part) {
       placed.zeros.push_back(
           {static_cast<std::uint64_t>(at), static_cast<std::uint64_t>(at + part.volume())});
@@ -100,7 +100,7 @@ Status ServedData::ReadBox(const FileSegments::BoxSource& box, std::uint64_t off
                            std::size_t size, ReadStats* stats) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ServedRange placed, PlaceRange(box, offset, size));
   for (const ByteRange& zeros : placed.zeros) std::memset(out + zeros.begin, 0, zeros.size());
-  // The reader always needs statistics; callers may not.
+  // ReadPlaced needs a ReadStats even if the caller passes none.
   ReadStats local;
   const Status status = opened_.ReadPlaced(
       box.tensor, placed.want, reinterpret_cast<std::byte*>(out), verify_, local, nullptr);

@@ -13,9 +13,9 @@
 
 namespace tensormount::fs {
 
-// mount --verify: which bytes are compared with their hashes. kOff: none. kFirst: each leaf when
-// its bytes are first read, and again after its file changed (ProvenRanges). kAlways: every leaf
-// that a read touches, at every read.
+// Values of mount --verify, which says which bytes are compared with their hashes. kOff: none.
+// kFirst: each leaf when its bytes are first read, and again after its file changed (ProvenRanges).
+// kAlways: every leaf that a read touches, at every read.
 enum class ServeVerify { kOff, kFirst, kAlways };
 
 // Reads the bytes of a checkpoint's tensors and objects with the mount's verification. Bytes that
@@ -38,10 +38,10 @@ class ServedData {
                  std::size_t size, ReadStats* stats) const;
   Status ReadObject(std::uint32_t part, std::uint64_t offset, char* out, std::size_t size) const;
 
-  // MapTensor and MapBox append the bytes of such a range to `out` as mapped memory
-  // (OpenedCheckpoint::MapPlaced). They return false and append nothing if the bytes must be read
-  // instead: bytes are not in memory now or unverified, a box has zeros around it, or the ranges
-  // are too many.
+  // MapTensor and MapBox append bytes [offset, offset + size) of the tensor or container to `out`
+  // as mapped memory (OpenedCheckpoint::MapPlaced). They return false and append nothing if the
+  // bytes must be read instead: bytes are not in memory now or unverified, a box has zeros around
+  // it, or the ranges are too many.
   // Pages that are not in memory are not mapped, because the kernel could report an I/O error on
   // them only as EFAULT; a read reports the cause.
   bool MapTensor(const TensorEntry& tensor, std::uint64_t offset, std::size_t size,

@@ -38,8 +38,9 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
       part.key = renames->Object(part.key);
     }
   }
-  // A part of a grid is a file in a directory with the key's name. If other keys begin with that
-  // name too, the directory is called "KEY%00": no key contains a NUL.
+  // A part of a grid is a file in a directory with the key's name. If other keys lie below "KEY/"
+  // too, the directory is called "KEY%00" (an escaped NUL) to keep them apart: no key contains a
+  // NUL.
   std::vector<std::pair<std::string, std::size_t>> paths;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     std::string path = parts[i].key;

@@ -27,7 +27,7 @@ class ShownObjects {
   const KeyTree& tree() const { return tree_; }  // Its paths are KEY, or KEY/0.3 for a grid.
   // The records of all parts, with shown keys.
   const std::vector<ObjectRecord>& parts() const { return parts_; }
-  // The stored key of part `n` if a map changed it; else empty.
+  // The stored key of part `n`; empty without a key map.
   std::string_view stored_key(std::uint32_t n) const {
     return stored_keys_.empty() ? std::string_view() : std::string_view(stored_keys_[n]);
   }
@@ -44,8 +44,8 @@ class ShownObjects {
 // The inputs of a checkpoint's views. With --map, shown keys, their numbers and their directories
 // differ from the stored ones, so a view takes names from here and only bytes from `opened`; a view
 // that mixed both would show stored keys. All referenced objects outlive the views.
-// It has only references, so it is cheap to copy. CheckpointView owns the objects; HfParts keeps a
-// copy.
+// The struct has only references and a pointer, so it is cheap to copy. CheckpointView owns the
+// objects.
 struct ShownCheckpoint {
   const OpenedCheckpoint& opened;
   const ShownTensors& tensors;

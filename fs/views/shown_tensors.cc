@@ -76,7 +76,8 @@ class RenamedTensors : public ShownTensors {
     return entry;
   }
   Result<std::string> StoredKeyAt(std::uint32_t number) const override {
-    if (number >= ordinals_.size()) return Status(Code::kStale, "no tensor has this inode number");
+    if (number >= ordinals_.size())
+      return Status(Code::kStale, "stale inode number: no tensor has it");
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index_.At(ordinals_[number]));
     return entry.meta.key();
   }
@@ -106,7 +107,7 @@ Status ShownTensors::ForEachEntry(
   Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(
       Scan(first, [&](std::uint32_t number, const std::string&, const TensorEntry* entry) {
-        // With a key map a scan reads no records.
+        // With a key map a scan reads no records, so the record is looked up.
         std::optional<TensorEntry> read;
         if (entry == nullptr) {
           Result<TensorEntry> at = EntryAt(number);
@@ -118,8 +119,10 @@ Status ShownTensors::ForEachEntry(
         return inner.ok() && ++expected < end;
       }));
   TENSORMOUNT_RETURN_IF_ERROR(inner);
-  // The scan ended early: the index has fewer records than it claims.
-  return expected == end ? Status() : Status(Code::kDataLoss, "index: tensors are missing");
+  // If the scan ended early, the index has fewer records than it claims.
+  return expected == end
+             ? Status()
+             : Status(Code::kDataLoss, "index: fewer tensors are listed than the index has");
 }
 
 Result<std::string> ShownTensors::KeyAt(std::uint32_t number) const {
@@ -153,7 +156,7 @@ Result<std::unique_ptr<const LayerFiles>> LayerFiles::Make(const CheckpointIndex
     stacks.push_back({.ordinal = entry.ordinal, .key = key, .pattern = pattern});
     for (std::int64_t layer = 0; layer < shape[0]; ++layer) {
       std::string name = LayerKey(pattern, layer);
-      // Keys may not be longer.
+      // A longer name cannot be a key, so this layer gets no file.
       if (name.size() <= kMaxKeyBytes) all.push_back({std::move(name), stack, layer});
     }
   };
@@ -173,8 +176,8 @@ Result<std::unique_ptr<const LayerFiles>> LayerFiles::Make(const CheckpointIndex
   }
   std::stable_sort(all.begin(), all.end(),
                    [](const Name& a, const Name& b) { return a.key < b.key; });
-  // If two stacks have the same pattern, the first one wins, because names are keys of a tree and
-  // must be unique.
+  // If layers of two stacks have the same name, only that of the first stack is kept, because names
+  // are keys of a tree and must be unique.
   all.erase(std::unique(all.begin(), all.end(),
                         [](const Name& a, const Name& b) { return a.key == b.key; }),
             all.end());
@@ -186,14 +189,14 @@ Result<std::unique_ptr<const LayerFiles>> LayerFiles::Make(const CheckpointIndex
 }
 
 Result<ShownTensor> LayerFiles::At(const CheckpointIndex& index, std::uint32_t number) const {
-  if (number >= names_.size()) return Status(Code::kStale, "no layer has this inode number");
+  if (number >= names_.size()) return Status(Code::kStale, "stale inode number: no layer has it");
   const Name& name = names_[number];
   const Stack& stack = stacks_[name.stack];
   ShownTensor layer;
   TENSORMOUNT_ASSIGN_OR_RETURN(layer.source, index.At(stack.ordinal));
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string key, keys_.KeyAt(number));
   layer.shown = layer.source;
-  // The stack's digest covers all its layers.
+  // The stack's digest covers all its layers, so it is not valid for one of them.
   layer.shown.has_digest = false;
   TENSORMOUNT_ASSIGN_OR_RETURN(layer.shown.meta,
                                LayerMeta(layer.source.meta, std::move(key), name.layer));

@@ -99,8 +99,7 @@ class LayerFiles {
   Result<ShownTensor> At(const CheckpointIndex& index, std::uint32_t number) const;
 
  private:
-  // The name of one layer. When names are sorted, their keys are moved to keys_, and `key` is then
-  // empty.
+  // The name of one layer. `key` is empty after Make, which moves the sorted keys to keys_.
   struct Name {
     std::string key;
     std::uint32_t stack = 0;  // Index in stacks_.

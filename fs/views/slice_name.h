@@ -10,8 +10,8 @@
 
 namespace tensormount::fs {
 
-// The parts of a file name below slices/: KEY[0:4,8] or KEY@0:4,8, maybe with ".npy". They are
-// views into the name.
+// The parts of a file name below slices/: KEY[0:4,8] or KEY@0:4,8, maybe with ".npy". The
+// string_views refer to the parsed name.
 struct SliceName {
   // Name of the key's file below tensors/ (key_path.h), still escaped. It may be empty in a
   // directory "%+NAME", which stands for the key NAME: "%+NAME/[0:4]" means "NAME[0:4]", a name
@@ -22,8 +22,9 @@ struct SliceName {
   bool npy = false;
 };
 
-// Splits a name; nullopt if it has no slice. Does not check the stem and the slice: escaped names
-// of keys contain no '@' and do not end in a bracket or ".npy", so a name is unambiguous.
+// Splits a name; nullopt if it has no slice. The split is unambiguous, because escaped names of
+// keys contain no '@' and do not end in a bracket or ".npy". The stem and the slice are not
+// checked.
 std::optional<SliceName> ParseSliceName(std::string_view name);
 
 // The canonical text of a box, such as "[0:4,8:9]", or "[]" for a scalar. ParseSlice reads the text

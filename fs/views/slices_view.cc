@@ -126,8 +126,8 @@ Result<KeyNumber> SlicesView::FindKey(const SliceItem& folder, std::string_view 
     if (!in) continue;
     const KeyTree& tree = shown_.TreeOf({.hidden = layer});
     Result<TreeChild> child = tree.Lookup(*in, name);
-    // Slices are never directories, so the suffix that distinguishes a file from a directory may be
-    // omitted: with keys a and a/b, "a[0]" can only mean the tensor.
+    // Slices are never directories, so the suffix "%=" that distinguishes a file from a directory
+    // may be omitted: with keys a and a/b, "a[0]" can only mean the tensor.
     if (child.ok() && child.value().is_folder) {
       child = tree.Lookup(*in, std::string(name) + "%=");
     }
@@ -185,7 +185,7 @@ Result<SliceItem> SlicesView::FileItem(const KeyNumber& key, const SliceName& na
   item.npy = name.npy;
   item.mtime = tensor.shown.mtime;
   // kInvalidArgument if the box does not begin and end on whole bytes. Not kNotFound, because the
-  // user can correct it.
+  // tensor exists and the user can correct the slice.
   const Result<std::uint64_t> bytes =
       RegionBytes(meta.dtype(), meta.shape(), Region(slice.value().box));
   if (!bytes.ok()) return bytes.status().WithContext("tensor " + meta.key());

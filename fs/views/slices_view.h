@@ -37,7 +37,7 @@ struct SliceItem {
   bool npy = false;
 };
 
-// The items of slices/ that the kernel knows, of one checkpoint. They outlive the view: an unused
+// The items of one checkpoint's slices/ that the kernel knows. They outlive the view: an unused
 // view is closed, while a working directory or an open file below slices/ keeps its item number.
 // Thread-safe; the lock is held for a few lookups.
 class SliceItems {
@@ -48,7 +48,7 @@ class SliceItems {
   // is new.
   std::uint64_t Remember(const std::shared_ptr<const SliceItem>& item);
   void Forget(std::uint64_t number, std::uint64_t references);
-  // Number of items; tests look for leaked references with it.
+  // Number of items, with which tests detect leaked references.
   std::size_t size() const;
 
  private:
@@ -75,8 +75,8 @@ class SliceItems {
 // The index is never read while SliceItems is locked.
 class SlicesView : public View {
  public:
-  // `shown` must outlive this object. `items`: the kernel's items from the previous view of this
-  // checkpoint.
+  // `shown` must outlive this object. `items`: the items that the kernel knows, maybe from an
+  // earlier view of this checkpoint.
   SlicesView(const ShownCheckpoint& shown, std::shared_ptr<SliceItems> items)
       : shown_(shown), items_(std::move(items)) {}
 

@@ -29,8 +29,8 @@ class TensorsView : public TensorFilesView {
 };
 
 // npy/: a file as numpy.save writes it for the tensor; layers of stacked tensors have files too.
-// NumPy has no types under a byte: such a tensor is not listed, and a lookup returns kNotFound.
-// docs/architecture.md contains a copy of this class.
+// NumPy has no types under a byte: a tensor of such a type is not listed, and a lookup returns
+// kNotFound. docs/architecture.md contains a copy of this class.
 class NpyView : public TensorFilesView {
  public:
   explicit NpyView(const ShownCheckpoint& shown)
@@ -61,8 +61,8 @@ class ExtentsView : public TensorFilesView {
     segments.AddText(std::move(text));
     return segments;
   }
-  // The time is that of the checkpoint, because the location of the bytes may differ in every
-  // checkpoint.
+  // Returns the time of checkpoint.json instead of the tensor's, because even the bytes of an
+  // unchanged tensor may be stored elsewhere in the next checkpoint.
   std::int64_t MtimeOfFile(const TensorEntry&) const override {
     return shown().opened.index().info().json_mtime;
   }

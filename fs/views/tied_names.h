@@ -14,8 +14,8 @@
 
 namespace tensormount::fs {
 
-// The additional names of tied tensors. The Python package stores a tensor that a state dict
-// contains several times once, under the first of its names in text order; the recorded structure
+// The additional names of tied tensors. If a state dict contains one tensor several times, the
+// Python package stores it once, under the first of its names in text order; the recorded structure
 // (index/read/saved_paths.h) has the others. A key map renames them like keys. Immutable.
 class TiedNames {
  public:

@@ -16,7 +16,7 @@ namespace tensormount::fs {
 
 // Attributes of a node of a view.
 struct ViewNode {
-  // Item number, below kMaxItems. The view does not change the number of a node.
+  // Item number, below kMaxItems. A node always has the same number.
   std::uint64_t item = 0;
   bool folder = false;
   std::uint64_t size = 0;  // Number of bytes, for a file.
@@ -35,9 +35,10 @@ struct ViewChild {
 // Computed from the index; independent of slots, inodes, owners and the kernel. Thread-safe.
 //
 // To add a view, derive from FileView (a single file), TensorFilesView (a file for each tensor),
-// KeyedView (a file for each of other keys) or, with its own tree, from View; then add a line in
-// CheckpointView::MakeViews. Calls may use items that were never handed out (the kernel keeps node
-// ids), so every item is checked.
+// KeyedView (a file for each key of another kind, such as objects) or, with its own tree, from
+// View; then add a line in CheckpointView::MakeViews. The kernel keeps node ids, maybe from an
+// earlier mount, so calls may have items that this view never returned; every function checks the
+// item.
 class View {
  public:
   // The item of the view's directory, or of its only file.
@@ -53,8 +54,8 @@ class View {
   // that programs that copy trees read each byte once.
   virtual bool listed_by_default() const { return false; }
 
-  // The functions below return kStale for unknown items. Stat(kRoot) returns kNotFound if the
-  // checkpoint does not have this view.
+  // Stat, Lookup, List and Open return kStale for unknown items. Stat(kRoot) returns kNotFound if
+  // the checkpoint does not have this view.
   virtual Result<ViewNode> Stat(std::uint64_t item) const = 0;
   // The child of a directory. kNotFound: no child has the name; ENOTDIR: `folder` is a file.
   virtual Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const = 0;

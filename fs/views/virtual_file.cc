@@ -15,7 +15,7 @@ namespace tensormount::fs {
 
 using Segment = FileSegments::Segment;
 
-// The file is one literal. view_ stays null, so everything that needs a checkpoint is refused.
+// The file is one literal. view_ stays null, so the file is not immutable and has no backing file.
 std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::string text) {
   std::shared_ptr<VirtualFile> file(new VirtualFile);
   file->label_ = std::move(label);
@@ -39,8 +39,8 @@ Status VirtualFile::ForEachSegment(std::uint64_t offset, std::size_t size, const
   return {};
 }
 
-// A read may span many segments (adjacent small tensors), each with its own verification; the first
-// failure fails the read, as on a disk.
+// A read may span many segments (adjacent small tensors), and each is verified separately; the
+// first failure fails the whole read, as on a disk.
 Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size_t size,
                                       ReadStats* stats) const {
   if (offset >= this->size() || size == 0) return std::size_t{0};
@@ -91,15 +91,16 @@ std::vector<OpenedCheckpoint::MappedRange> VirtualFile::Map(std::uint64_t offset
       offset, size, [&](const Segment& segment, std::uint64_t at, std::size_t, std::size_t n) {
         return MapSegment(segment, at, n, ranges)
                    ? Status()
-                   : Status(Code::kUnavailable, "these bytes cannot be mapped");
+                   : Status(Code::kUnavailable,
+                            "the requested bytes of this file cannot be mapped into memory");
       });
   // Releases the mappings of ranges that were collected before the failure.
   if (!mapped.ok()) ranges.clear();
   return ranges;
 }
 
-// Generated text and objects are read and never mapped: texts are small, and objects are verified
-// as a whole.
+// Generated text and objects are never mapped, so the caller reads them: no complete text is in
+// memory, and OpenedCheckpoint maps only tensors.
 bool VirtualFile::MapSegment(const Segment& segment, std::uint64_t at, std::size_t size,
                              std::vector<OpenedCheckpoint::MappedRange>& out) const {
   if (out.size() >= OpenedCheckpoint::kMaxMapped) return false;
@@ -145,7 +146,8 @@ FileStamp VirtualFile::StampOf(const Backing& backing, const FileInfo& info) con
 // Text has no backing file, and files without a view (control files) are not stored.
 Result<std::uint32_t> VirtualFile::BackingFile() const {
   if (view_ && segments_.reads_data()) return view_->BackingFileOf(node_, segments_);
-  return Status(Code::kNotFound, label_ + ": no single file contains exactly these bytes");
+  return Status(Code::kNotFound,
+                label_ + ": no single data file contains exactly the bytes of this file");
 }
 
 Result<bool> VirtualFile::HasHashes() const {
@@ -236,7 +238,8 @@ Status VirtualFile::Prove(const Backing& backing, const Proceed& proceed) const 
     return Status();
   };
   TENSORMOUNT_RETURN_IF_ERROR(settle(0));
-  // Reads then open the file anew: another file may have got its name since.
+  // Makes the reads below open the file by its name again, because another file may have got the
+  // name since.
   view_->opened().EvictFile(backing.number);
   std::vector<char> scratch(static_cast<std::size_t>(std::min(size(), kStep)));
   for (std::uint64_t at = 0; at < size();) {
@@ -256,8 +259,9 @@ Status VirtualFile::Prove(const Backing& backing, const Proceed& proceed) const 
           return Status(Code::kUnavailable,
                         label_ + ": its data file changed while it was verified");
         }
-        // A save linked the file a moment ago. Bytes read before its time has settled are not
-        // remembered, so read them again.
+        // The stamp changed without a write: a save has just hard-linked the file, which changes
+        // its ctime. Bytes read before the stamp has settled are not remembered, so they are read
+        // again.
         stamp = now;
         TENSORMOUNT_RETURN_IF_ERROR(settle(at));
         continue;

@@ -25,8 +25,8 @@ class CheckpointView;
 // Used by the mount, for each open file and by many threads, and by exports; independent of FUSE.
 class VirtualFile {
  public:
-  // A file with this text, for files in .tensormount/, which belong to no checkpoint. It is not
-  // immutable(), because the next open may have another text.
+  // Makes a file with this text, for files in .tensormount/, which belong to no checkpoint.
+  // immutable() is false, because the text may be different at the next open.
   static std::shared_ptr<const VirtualFile> OfText(std::string label, std::string text);
 
   std::uint64_t size() const { return segments_.size(); }
@@ -38,8 +38,7 @@ class VirtualFile {
   bool immutable() const { return view_ != nullptr; }
 
   // Reads up to `size` bytes from `offset`, fewer only at the end of the file. kDataLoss: the bytes
-  // are damaged (EIO for programs); kStale: a file of another program has changed. `stats` may be
-  // null.
+  // are damaged (EIO for programs); kStale: a foreign file has changed. `stats` may be null.
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size,
                            ReadStats* stats) const;
   // Bytes [offset, offset + size) as mapped memory, in at most OpenedCheckpoint::kMaxMapped ranges,
@@ -48,24 +47,24 @@ class VirtualFile {
   // because a reply is either spliced or copied. The ranges keep their memory mapped.
   std::vector<OpenedCheckpoint::MappedRange> Map(std::uint64_t offset, std::size_t size) const;
 
-  // Path of the stored file that is byte for byte this file, and nothing more, as passthrough
-  // requires. kNotFound: no stored file is. May read the stored file's header.
+  // Path of the stored file that has exactly the bytes of this file, as passthrough requires.
+  // kNotFound: there is no such file. May read the stored file's header.
   Result<std::string> BackingPath() const;
-  // The opened backing file and its state at that time, for the kernel and for proofs. Keep it open
-  // as long as the kernel reads through it.
+  // The backing file, opened, and its attributes at that time. Keep it open as long as the kernel
+  // reads from it.
   struct Backing {
     std::uint32_t number = 0;  // Number of the file among the checkpoint's data files.
     std::unique_ptr<File> file;
     FileInfo info;
   };
   Result<Backing> OpenBacking() const;
-  // The stamp of the backing file when Stat returned `info`.
+  // Converts `info`, which Stat of the backing file returned, to a stamp of that file.
   FileStamp StampOf(const Backing& backing, const FileInfo& info) const;
 
   // The verification state of the backing file's current bytes. The kernel may read a file itself
   // only after all of its bytes were verified once, because later reads are not checked.
   struct Proof {
-    bool hashed = false;                 // The index has hashes of its bytes.
+    bool hashed = false;                 // The index has hashes of the file's bytes.
     bool whole = false;                  // All bytes were verified since the file last changed.
     std::uint64_t unverified_bytes = 0;  // Approximate number of unverified bytes.
     FileStamp stamp;
@@ -91,8 +90,8 @@ class VirtualFile {
   Status ReadSegment(const FileSegments::Segment& segment, std::uint64_t at, char* out,
                      std::size_t size, ReadStats* stats) const;
   // Reads bytes [at, at + size) of a segment of the backing file into `out` and verifies them.
-  // Literal bytes are compared with those that the view serves; tensors and objects are read with
-  // kOnce, which compares their leaves and remembers them.
+  // Tensors and objects are read with kOnce, which compares their leaves with hashes and remembers
+  // the range. Other bytes are compared with those that the view makes.
   Status ProveSegment(const Backing& backing, const FileStamp& stamp,
                       const FileSegments::Segment& segment, std::uint64_t at, char* out,
                       std::size_t size) const;
@@ -102,7 +101,7 @@ class VirtualFile {
   bool MapSegment(const FileSegments::Segment& segment, std::uint64_t at, std::size_t size,
                   std::vector<OpenedCheckpoint::MappedRange>& out) const;
   Result<std::uint32_t> BackingFile() const;
-  // The tensor of a kTensor segment.
+  // The record of the tensor of a kTensor segment.
   Result<TensorEntry> TensorOf(const FileSegments::Segment& segment) const;
 
   std::shared_ptr<const CheckpointView> view_;  // Null for a file made by OfText.

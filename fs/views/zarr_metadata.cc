@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// zarr.json of groups and arrays, and the consolidated one of the root.
+// The text of zarr.json for groups and arrays, and for the root, whose zarr.json repeats all
+// others.
 #include "fs/views/zarr_metadata.h"
 
 #include <algorithm>
@@ -196,7 +197,7 @@ Result<std::shared_ptr<const GeneratedText>> ZarrRootJson(const ShownTensors& te
       R"({{"zarr_format": 3, "node_type": "group", "attributes": {{"tensormount_left_out": [{}]}}, )"
       R"("consolidated_metadata": {{"kind": "inline", "must_understand": false, "metadata": {{)",
       left_out);
-  // Everything, also the grids, is made again at each rendering.
+  // Entries and grids are made again at each rendering, so that nothing is kept for each tensor.
   auto render = [&tensors, &tree, first_said, grids = std::move(grids)](
                     std::uint32_t first, std::uint32_t count, std::string& out) {
     return ScanTensors(tensors, tree, first, count, [&](const Scanned& tensor) -> Status {

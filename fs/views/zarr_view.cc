@@ -84,7 +84,7 @@ Result<ZarrView::ResolvedItem> ZarrView::Resolve(const ZarrItem& zarr) const {
   if (zarr.group() && shown_.tensors.count() == 0) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(known.tensor, shown_.tensors.EntryAt(zarr.number));
   if (zarr.group()) return known;
-  // Lookup turns this error into "no such name".
+  // There is no array for a tensor of this dtype. Lookup turns this error into "no such name".
   if (ZarrType(known.tensor->meta.dtype()).empty()) return StaleNodeError("zarr/");
   if (zarr.folder()) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(known.grid, GridOf(zarr.number, *known.tensor));
@@ -129,8 +129,8 @@ Result<std::string> ZarrView::FolderPath(const ZarrItem& zarr) const {
 Result<ViewNode> ZarrView::NodeOf(const ResolvedItem& known, const std::string& folder_path) const {
   using Kind = ZarrItem::Kind;
   const ZarrItem& zarr = known.item;
-  // A chunk has the tensor's time. A zarr.json has the checkpoint's time, because it depends on how
-  // tensors are stored, which may change with every checkpoint.
+  // A chunk has the tensor's time. A zarr.json has the time of checkpoint.json, because its content
+  // depends on how tensors are stored, which may change with every checkpoint.
   const std::int64_t json_mtime = shown_.opened.index().info().json_mtime;
   ViewNode node{.item = ItemOf(zarr),
                 .folder = zarr.folder(),
@@ -158,7 +158,8 @@ Result<ViewNode> ZarrView::NodeOf(const ResolvedItem& known, const std::string& 
       node.size = known.tensor->meta.bits() / 8;
       // All chunks have the same size, since chunks at the upper edges are padded.
       for (const std::int64_t extent : known.grid->chunk()) {
-        node.size *= static_cast<std::uint64_t>(extent);  // At most the tensor's size.
+        // Cannot overflow: a chunk is at most as large as the tensor.
+        node.size *= static_cast<std::uint64_t>(extent);
       }
       node.identity = Join(folder_path, known.grid->NameOf(zarr.chunk));
       return node;
@@ -239,7 +240,7 @@ Status ZarrView::ListGroup(const ZarrItem& group, std::uint64_t cookie, const Vi
       Result<TensorEntry> tensor = shown_.tensors.EntryAt(child.ordinal);
       failed = tensor.status();
       if (!failed.ok()) return false;
-      // Directories have the time of their first key.
+      // A directory needs the record of its first key too, because it has the time of that tensor.
       known.tensor = std::move(tensor).value();
     }
     if (!child.is_folder) {

@@ -47,7 +47,7 @@ class ZarrView : public View {
   // A decoded item.
   struct ZarrItem {
     enum class Kind : std::uint8_t { kGroup, kGroupJson, kArray, kArrayJson, kChunk } kind;
-    std::uint32_t number = 0;  // The tensor, or the directory's first key.
+    std::uint32_t number = 0;  // Number of the tensor, or of the directory's first key.
     std::uint32_t depth = 0;   // Depth of the directory; 0: zarr/ itself.
     std::uint64_t chunk = 0;
 
@@ -62,10 +62,11 @@ class ZarrView : public View {
     std::shared_ptr<const ZarrGrid> grid;  // Set for the files of an array.
   };
 
-  // The item number; ZarrItemOf is the inverse. ZarrItemOf checks that tensor or directory exist,
-  // and Resolve that the array and the chunk do.
+  // The item number; ZarrItemOf is the inverse. ZarrItemOf checks only the ranges of number and
+  // depth; Resolve checks that the array and the chunk exist.
   std::uint64_t ItemOf(const ZarrItem& item) const;
-  // Decodes an item number. kStale for numbers that ItemOf does not make.
+  // Decodes an item number. kStale for numbers that ItemOf does not make; kNotFound if the
+  // checkpoint has too many tensors for this view.
   Result<ZarrItem> ZarrItemOf(std::uint64_t item) const;
   Result<ResolvedItem> Resolve(const ZarrItem& item) const;
   Result<std::shared_ptr<const ZarrGrid>> GridOf(std::uint32_t number,

@@ -10,16 +10,18 @@
 
 // The contribution of a region to the digest of its tensor (shard/strided_digest.h), piece by
 // piece: the CRC-64/NVME of a piece that is one run of the tensor's row-major bytes, shifted by the
-// number of tensor bytes after it. Contributions are combined by exclusive or in any order, so each
-// thread processes some pieces and all add to one word.
+// number of tensor bytes after it. Contributions are combined by exclusive or, in any order, so
+// each thread processes some pieces, and all threads combine their results in one word.
 
 namespace tensormount::kernels {
 
-// Bytes that one thread hashes at once: long enough to make the final shift cheap in comparison.
+// Bytes of a piece, which one thread processes: long enough that the final shift (MovedUp) costs
+// little in comparison.
 inline constexpr std::uint64_t kCrcPieceBytes = 1024;
 
-// Tables in device memory. ByteTables: kTables of base/crc64_math.h, for eight bytes at a time,
-// used for every byte. `powers[d][n]` shifts a CRC by n * 256^d bytes.
+// Tables in device memory. `bytes` is a copy of crc64::kTables (base/crc64_math.h), which processes
+// eight bytes at a time; the kernel copies it to shared memory, because every byte needs a look-up.
+// `powers[d][n]` shifts a CRC by n * 256^d bytes.
 struct ByteTables {
   std::uint64_t of[8][256];
 };
@@ -30,7 +32,7 @@ struct CrcTables {
 inline void FillCrcTables(CrcTables& tables) {
   for (std::size_t k = 0; k < 8; ++k) {
     for (std::size_t b = 0; b < 256; ++b) tables.bytes.of[k][b] = crc64::kTables[k][b];
-    // powers[k][n] shifts by n * 256^k bytes: powers[k][1] is known, the others are products.
+    // kBytePowers[8 * k] shifts by 2^(8k) = 256^k bytes; its n-th power shifts by n times that.
     const std::uint64_t one = crc64::kBytePowers[8 * k];
     tables.powers[k][0] = 0;  // Unused.
     tables.powers[k][1] = one;
@@ -40,7 +42,8 @@ inline void FillCrcTables(CrcTables& tables) {
   }
 }
 
-// crc64::MultiplyPortable, for a device.
+// The same as crc64::MultiplyPortable, which is host code, but without branches, so that the
+// threads of a warp do not diverge.
 TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcProduct(std::uint64_t a, std::uint64_t b) {
   constexpr std::uint64_t kReflected = crc64::kReflected;
   std::uint64_t product = 0;
@@ -76,8 +79,8 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcOf(const ByteTables& tables,
   return ~state;
 }
 
-// The contribution of piece `number`. `s` maps memory at `from` to positions in the tensor's
-// row-major bytes, `tensor_bytes` in all.
+// The contribution of piece `number`. `s` maps bytes of memory, relative to `from`, to positions in
+// the tensor's row-major bytes, of which there are `tensor_bytes`.
 template <typename Index>
 TENSORMOUNT_HOST_DEVICE std::uint64_t CrcOfPiece(const ByteTables& bytes, const CrcTables& tables,
                                                  const Strided& s, std::uint64_t number,

@@ -11,8 +11,9 @@
 #include "gpu/kernels/tiles.h"
 #include "gpu/kernels/xxh3.h"
 
-// The kernels: the parameters of each, passed by value, and the work of one thread (or warp).
-// kernels.cu makes kernels of them, and tests run them on the host.
+// The parameters of each kernel (a job, passed by value), and a function that does the work of one
+// thread, warp or block. kernels.cu makes kernels of these functions, and tests call them on the
+// host.
 
 namespace tensormount::kernels {
 
@@ -27,7 +28,8 @@ inline constexpr unsigned kBlockThreads = 256;
 // knows that values that are uniform in the block are uniform in the warp.
 inline constexpr unsigned kHashThreads = kLanes;
 
-// Binary search: the member that contains `number`; `begin` is ascending.
+// The index of the copy, region or leaf group that contains piece `number`, found by binary search:
+// `begin` has the first number of each of the `count` members, ascending.
 template <typename Number>
 TENSORMOUNT_HOST_DEVICE int MemberAt(const Number* begin, int count, Number number) {
   int low = 0;
@@ -39,12 +41,13 @@ TENSORMOUNT_HOST_DEVICE int MemberAt(const Number* begin, int count, Number numb
   return low;
 }
 
-// Pieces of several copies, numbered one copy after the other, for the threads of one launch.
+// Pieces of several copies, or of several regions of digests, numbered one copy after the other,
+// for the threads of one launch.
 struct Batch {
   int count = 0;
   std::uint64_t begin[kBatch + 1] = {};  // First piece of each copy, and the end.
   Strided strided[kBatch];
-  std::uint64_t first[kBatch] = {};  // Each copy's number of its first piece in this batch.
+  std::uint64_t first[kBatch] = {};  // Number within each copy of its first piece in the batch.
   const std::uint8_t* from[kBatch] = {};
   std::uint64_t pieces() const { return begin[count]; }
 };
@@ -110,15 +113,15 @@ TENSORMOUNT_HOST_DEVICE void RunWarp(const RunJob& job, const Warp& warp, std::u
       CopyRun(job.from[m] + at, job.to[m] + at, bytes, static_cast<unsigned>(lane));
       return 0;
     });
-    if (all - number <= warps) break;  // Before the sum overflows.
+    if (all - number <= warps) break;  // Before number + warps can exceed 32 bits.
   }
 }
 
-// Hashes of the leaves of several packed pieces of memory, a warp per leaf.
+// Hashes of the leaves of several contiguous parts of memory, a warp per leaf.
 inline constexpr int kHashBatch = 128;
 struct HashJob {
   int count = 0;
-  std::uint64_t begin[kHashBatch + 1] = {};  // First leaf of each piece, and the end.
+  std::uint64_t begin[kHashBatch + 1] = {};  // First leaf of each part, and the end.
   const std::uint8_t* data[kHashBatch] = {};
   std::uint64_t bytes[kHashBatch] = {};
   std::uint64_t leaf_bytes = 0;
@@ -141,14 +144,15 @@ TENSORMOUNT_HOST_DEVICE void HashWarp(const HashJob& job, const Warp& warp, std:
   }
 }
 
-// Contributions to digests in pieces of kCrcPieceBytes; each is added to its region's sum.
+// Contributions to digests in pieces of kCrcPieceBytes, a thread per piece. sum[m] is the digest to
+// which region m contributes, in device memory; several regions may share one.
 struct CrcJob {
   Batch batch;
   std::uint64_t tensor_bytes[kBatch] = {};
   std::uint64_t* sum[kBatch] = {};
 };
-// `bytes`: tables.bytes, or a copy in shared memory. `add(sum, value)` must be an atomic exclusive
-// or, because other threads may add to the same sum.
+// `bytes`: tables.bytes, or a copy of it in shared memory. `add(sum, value)` must be an atomic
+// exclusive or, because other threads may change the same sum.
 template <typename Add>
 TENSORMOUNT_HOST_DEVICE void CrcThread(const CrcJob& job, const ByteTables& bytes,
                                        const CrcTables& tables, std::uint64_t thread,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels (jobs.h) under the names by which the host loads them. Compiled separately, into an
-// image that libtensormount_cuda contains.
+// The kernels (jobs.h) under the names by which the host loads them. nvcc compiles this file into
+// an image, which cuda_module.cc includes in libtensormount_cuda.so.
 #include "gpu/kernels/jobs.h"
 
 using tensormount::kernels::ByteTables;
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kBlockThreads, 6)
   TileBlock(job, DeviceBlock<kBlockThreads>(), memory, blockIdx.x, gridDim.x);
 }
 
-// Occupancy: as many resident blocks as a multiprocessor allows.
+// The launch bounds limit the registers of a thread so that kMostBlocks blocks fit into a
+// multiprocessor at the same time.
 __global__ void __launch_bounds__(kHashThreads, kMostBlocks)
     tensormount_hash(const __grid_constant__ HashJob job) {
   HashWarp(job, DeviceWarp(), blockIdx.x, gridDim.x);
@@ -67,8 +68,8 @@ __global__ void __launch_bounds__(kHashThreads, kMostBlocks)
 
 __global__ void __launch_bounds__(kBlockThreads)
     tensormount_crc(const __grid_constant__ CrcJob job) {
-  // A warp looks up scattered entries of the table: in shared memory they use different banks
-  // instead of many cache lines.
+  // Copies the tables to shared memory, because the lanes of a warp look up scattered entries: in
+  // global memory each look-up could touch another cache line.
   __shared__ ByteTables bytes;
   constexpr int kWords = sizeof(ByteTables) / sizeof(std::uint64_t);
   for (int i = threadIdx.x; i < kWords; i += kBlockThreads) {

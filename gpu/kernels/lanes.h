@@ -8,14 +8,14 @@
 #include <cstring>
 
 // Abstraction of warps and blocks for kernels, so that the same templates run on a device and, lane
-// by lane, on the host. There tests compare them with the host's own hashes and copies under the
-// sanitizers, without a device.
+// by lane, on the host. Tests on the host compare them with the host's own hashes and copies, under
+// sanitizers and without a device. A lane is a thread of a warp.
 
 #if defined(__CUDACC__)
 #define TENSORMOUNT_HOST_DEVICE __host__ __device__
 #define TENSORMOUNT_UNROLL _Pragma("unroll")
-// Prevent unrolling and inlining where they do not help: they would dominate the size of the image,
-// of which there is one per kind of device.
+// Prevent unrolling and inlining where they do not make kernels faster: the code would dominate the
+// size of the image, which contains it once for each compute capability.
 #define TENSORMOUNT_ROLLED _Pragma("unroll 1")
 #define TENSORMOUNT_OUT_OF_LINE __noinline__
 #else
@@ -35,9 +35,9 @@ struct alignas(16) Word16 {
   std::uint64_t high;
 };
 
-// A warp: 32 lanes in lockstep. `Of<T>` is a value per lane. Kernels compute per lane in Map, and
-// use the results only through Get and Exchange: on a device each thread is a lane, and `Of<T>` is
-// its T.
+// A warp of 32 lanes, simulated on the host. `Of<T>` has one T for each lane. Kernels compute the
+// values of lanes in Map, and read them only by Get and Exchange, because on a device (DeviceWarp)
+// each thread is one lane, and `Of<T>` is only its own T.
 struct HostWarp {
   template <typename T>
   using Of = std::array<T, kLanes>;
@@ -52,7 +52,8 @@ struct HostWarp {
   static T Get(const std::array<T, kLanes>& value, int lane) {
     return value[static_cast<std::size_t>(lane)];
   }
-  // The value of the lane whose number differs in these bits (shuffle xor).
+  // Gives each lane the value of the lane whose number is its own XOR `bits`, as
+  // __shfl_xor_sync does.
   template <typename T>
   static std::array<T, kLanes> Exchange(const std::array<T, kLanes>& value, int bits) {
     std::array<T, kLanes> out{};
@@ -63,8 +64,9 @@ struct HostWarp {
   }
 };
 
-// A block: threads with shared memory. Kernels do the work of one thread in Each, which ends with a
-// barrier.
+// A block of threads, simulated on the host. Kernels do the work of each thread in Each. When Each
+// has returned, all threads see what the others wrote to shared memory: on a device (DeviceBlock)
+// it ends with a barrier.
 template <unsigned kCount>
 struct HostBlock {
   static constexpr unsigned kThreads = kCount;
@@ -104,8 +106,9 @@ struct DeviceBlock {
 };
 #endif
 
-// Unaligned little-endian load. A device reads the aligned words that contain the bytes; this is
-// safe because allocations consist of whole words.
+// Unaligned little-endian load. A device cannot load unaligned words, so it reads the one or two
+// aligned words that contain the bytes. That is safe because device allocations begin and end at
+// multiples of 8 bytes.
 TENSORMOUNT_HOST_DEVICE inline std::uint64_t Load64(const std::uint8_t* data) {
 #if defined(__CUDA_ARCH__)
   const auto address = reinterpret_cast<std::uintptr_t>(data);
@@ -123,7 +126,8 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t Load64(const std::uint8_t* data) {
 TENSORMOUNT_HOST_DEVICE inline Word16 LoadAny(const std::uint8_t* data) {
   return {Load64(data), Load64(data + 8)};
 }
-// Aligned load of data that are read once (streaming cache hint).
+// Load from an address aligned to 16 bytes, of data that are read once: __ldcs marks them in the
+// caches as the first to evict.
 TENSORMOUNT_HOST_DEVICE inline Word16 LoadOnce(const std::uint8_t* data) {
 #if defined(__CUDA_ARCH__)
   const ulonglong2 words = __ldcs(reinterpret_cast<const ulonglong2*>(data));

@@ -6,8 +6,8 @@
 
 #include "gpu/kernels/lanes.h"
 
-// Copies that are contiguous on both sides, at any alignment: small tensors, of which there are
-// many.
+// Copies that are contiguous on both sides, at any alignment. They are used for small tensors, of
+// which there are many.
 
 namespace tensormount::kernels {
 
@@ -36,8 +36,9 @@ TENSORMOUNT_HOST_DEVICE void CopyWords(const std::uint8_t* from, std::uint8_t* t
   }
 }
 
-// A lane's share of a copy of at most kRunPart bytes: words of the largest size that is aligned on
-// both sides, and single bytes before the first and after the last.
+// Does one lane's share of a copy of at most kRunPart bytes. The warp copies words of the largest
+// size, at most 16 bytes, that can be aligned on both sides, and single bytes before the first word
+// and after the last one, of which there are fewer than lanes.
 TENSORMOUNT_HOST_DEVICE inline void CopyRun(const std::uint8_t* from, std::uint8_t* to,
                                             unsigned bytes, unsigned lane) {
   const std::uintptr_t apart =

@@ -7,19 +7,19 @@
 #include "gpu/kernels/lanes.h"
 #include "shard/copy_plan.h"
 
-// A strided copy (shard/copy_plan.h) as numbered pieces of equal size, each computable from its
-// number alone, for threads of a kernel. Passed to a kernel by value.
+// A strided copy (shard/copy_plan.h) as numbered pieces. A thread of a kernel computes the place of
+// a piece from its number alone. Strided is passed to a kernel by value.
 
 namespace tensormount::kernels {
 
 struct Strided {
-  std::int64_t from = 0;  // Offset of the first run.
+  std::int64_t from = 0;  // Offsets of the first run in the source and in the destination.
   std::int64_t to = 0;
   std::uint64_t run = 0;    // Bytes of a run.
   std::uint64_t piece = 0;  // Bytes of a piece; the last one of a run may be shorter.
   std::uint64_t run_pieces = 0;
   std::uint64_t pieces = 0;  // Pieces of all runs.
-  int axes = 0;              // The outermost first.
+  int axes = 0;              // Number of axes; in the arrays the outermost is the first.
   std::uint64_t count[kMaxAxes] = {};
   std::int64_t from_step[kMaxAxes] = {};
   std::int64_t to_step[kMaxAxes] = {};
@@ -50,8 +50,8 @@ inline Strided CutIntoPieces(const StridedCopy& plan, std::uint64_t piece) {
   return s;
 }
 
-// Piece `number` of a copy. `Index` is 32 bits wide if `pieces` is below 2^32, because 64-bit
-// divisions take a device several times as long.
+// Piece `number` of a copy. `Index` may be 32 bits wide if `pieces` is below 2^32: a device needs
+// several times as long for 64-bit divisions.
 template <typename Index>
 TENSORMOUNT_HOST_DEVICE RunPart PieceAt(const Strided& s, std::uint64_t number) {
   auto rest = static_cast<Index>(number);
@@ -92,7 +92,8 @@ TENSORMOUNT_HOST_DEVICE void CopyWord(const RunPart& p, const std::uint8_t* from
   *reinterpret_cast<Word*>(to + p.to) = *reinterpret_cast<const Word*>(from + p.from);
 }
 
-// Piece `number` of a copy that was cut into pieces of WordOf bytes.
+// Copies piece `number` of a copy that was cut into pieces of WordOf bytes, or of a smaller power
+// of two, so that each piece is one aligned word.
 template <typename Index>
 TENSORMOUNT_HOST_DEVICE void CopyPiece(const Strided& s, std::uint64_t number,
                                        const std::uint8_t* from, std::uint8_t* to) {

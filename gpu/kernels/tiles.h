@@ -12,7 +12,8 @@
 
 // A transpose of any number of axes: words that are adjacent in the source are not adjacent in the
 // destination. A word-by-word copy would use a fraction of the memory bandwidth on one side. So a
-// block reads a tile along one axis into shared memory, and writes it along the other.
+// block of threads reads a tile into shared memory along the source's fastest axis, and writes it
+// along the destination's fastest axis.
 
 namespace tensormount::kernels {
 
@@ -24,10 +25,11 @@ struct Tiled {
     std::int64_t from = 0;
     std::int64_t to = 0;
   };
-  std::int64_t from = 0;  // Offset of the first word.
+  std::int64_t from = 0;  // Offsets of the first word in the source and in the destination.
   std::int64_t to = 0;
   int word = 0;  // Size of a word in bytes.
-  // Whether adjacent words can be read together, and whether they can be written together.
+  // Whether a thread can read a unit of adjacent words (BytesOfUnit) with one load, and write one
+  // with one store.
   bool wide_from = false;
   bool wide_to = false;
   Axis read;                // The fastest axis of the source.
@@ -39,9 +41,10 @@ struct Tiled {
   std::int64_t to_step[kMaxAxes - 2] = {};
 };
 
-// A tile is 32 by 32 units of 4 or 8 bytes of words: then a warp reads or writes whole cache lines,
-// and each thread has enough work. Rows in shared memory are one unit longer, so that columns fall
-// into different banks.
+// A unit is 4 or 8 bytes of adjacent words. Both sides of a tile are as many words as 32 units
+// hold: then a warp, one unit per lane, reads or writes whole cache lines, and each thread has
+// enough work. Rows in shared memory are one unit longer (kPitch), so that the units of a column
+// lie in different banks.
 inline constexpr unsigned kUnits = 32;
 inline constexpr unsigned kPitch = kUnits + 1;
 TENSORMOUNT_HOST_DEVICE constexpr unsigned BytesOfUnit(unsigned word) { return word < 4 ? 4 : 8; }
@@ -49,16 +52,19 @@ TENSORMOUNT_HOST_DEVICE constexpr unsigned WordsOfUnit(unsigned word) {
   return BytesOfUnit(word) / word;
 }
 struct alignas(16) TileMemory {
-  // Enough for words of one byte and of four.
+  // Up to four groups of 32 rows of kPitch units: words of one byte need four groups of 4-byte
+  // units, words of four bytes two groups of 8-byte units; other words need less.
   std::uint8_t bytes[4 * kUnits * kPitch * 4];
 };
-// Consecutive tiles form strips of kStrip along the source, then proceed along the destination, so
-// that concurrent blocks access nearby memory on both sides.
+// Tiles are numbered in strips: kStrip tiles along the source's fastest axis, then the next kStrip
+// one step further along the destination's fastest axis. So concurrent blocks access nearby memory
+// on both sides.
 inline constexpr std::uint32_t kStrip = 32;
 
-// With a shorter side most of a tile would be empty.
+// Shortest extent of both axes for which tiles are used: with less, most of a tile would be empty.
 inline constexpr std::int64_t kLeastSide = 8;
-// Words further apart never share a cache line.
+// Words at least this many bytes apart never share a sector of a cache line (32 bytes), so tiles
+// would not save memory traffic.
 inline constexpr std::int64_t kNear = 32;
 
 // Cuts a copy into tiles. Returns `tiles` = 0 if tiles are not worthwhile.
@@ -94,7 +100,7 @@ inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void*
     const StridedCopy::Axis& axis = plan.axis[static_cast<std::size_t>(a)];
     const bool inner = a == read || a == written;
     const std::int64_t times = inner ? (axis.count + side - 1) / side : axis.count;
-    // Numbers of tiles have 32 bits.
+    // Kernels compute with extents and tile numbers of 32 bits.
     if (axis.count >> 32 != 0 || (tiles *= static_cast<std::uint64_t>(times)) >> 32 != 0) return t;
     if (a != read) others_from |= axis.src;
     if (a != written) others_to |= axis.dst;
@@ -106,7 +112,8 @@ inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void*
   }
   t.read = taken(read);
   t.written = taken(written);
-  // If the source does not move along the destination's axis, all reads are nearby anyway.
+  // If steps along the destination's fastest axis do not move in the source (a broadcast), all
+  // reads are nearby without tiles.
   if (t.read.count < kLeastSide || t.written.count < kLeastSide || t.written.from == 0 ||
       std::abs(t.read.from) >= kNear || std::abs(t.written.to) >= kNear) {
     return t;
@@ -121,7 +128,7 @@ inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void*
   return t;
 }
 
-// Transposes a square of P units of P words in registers.
+// Transposes a square of words in registers: kWords units of kWords words each.
 template <typename Word, typename Unit>
 TENSORMOUNT_HOST_DEVICE inline void TransposeUnits(Unit (&unit)[sizeof(Unit) / sizeof(Word)]) {
   constexpr unsigned kBits = 8 * sizeof(Word);
@@ -216,12 +223,14 @@ class TileMove {
     }
   }
 
-  // Each thread reads a square of words, and stores its columns in shared memory as units of the
-  // rows to write: word k of its units becomes a row of group k. Addresses are advanced by
-  // additions, because 64-bit products would take longer than everything else here.
+  // Each thread reads a square of kWords by kWords words and transposes it in registers, so that a
+  // unit holds words that are adjacent in the destination. Unit k goes to group k of shared memory,
+  // which has kUnits rows of kPitch units. Addresses are advanced by additions, because 64-bit
+  // multiplications would take longer than everything else here.
   template <bool kWhole, bool kWide>
   TENSORMOUNT_HOST_DEVICE void Read(unsigned thread) const {
-    // A whole tile: issue all loads before the first use.
+    // For a whole tile, issues all loads before the first use of their results, so that they
+    // overlap.
     constexpr unsigned kAtOnce = kWhole ? kTimes : kWords == 2 ? 2 : 1;
     const unsigned i = thread % kUnits;
     unsigned row = thread / kUnits;
@@ -293,7 +302,8 @@ class TileMove {
   const Tiled& t_;
   const Block& block_;
   Unit* const memory_;
-  // Words of the tile along the read axis and along the written axis.
+  // Number of words of this tile along the read axis and along the written axis; fewer than kSide
+  // at the end of an axis.
   std::uint32_t read_ = 0;
   std::uint32_t written_ = 0;
   const std::uint8_t* from_ = nullptr;

@@ -6,7 +6,8 @@
 
 #include "gpu/kernels/lanes.h"
 
-// XXH3-128 with seed 0 (base/hash.h) of one leaf by one warp, with bit-identical results.
+// XXH3-128 with seed 0 of one leaf, computed by one warp. The results are bit-identical to those of
+// base/hash.h.
 //
 // For inputs over 240 bytes XXH3 has eight 64-bit accumulators. Stripes of 64 bytes are added to
 // them in any order; after each block of sixteen stripes they are scrambled, which is sequential.
@@ -55,7 +56,7 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t Secret64(int offset) {
   return shift == 0 ? low : (low >> shift) | (SecretWord(offset / 8 + 1) << (64 - shift));
 }
 TENSORMOUNT_HOST_DEVICE inline std::uint32_t Secret32(int offset) {
-  // Never called for the last four bytes, where Secret64 would read past the secret.
+  // `offset` must be at most kSecretBytes - 8: beyond it Secret64 would read past the secret.
   return static_cast<std::uint32_t>(Secret64(offset));
 }
 
@@ -177,15 +178,17 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t FirstSum(int i) {
   return kFirst[i];
 }
 
-// The accumulation for long inputs. A lane holds two adjacent words of a stripe: those of
-// accumulators 2q and 2q + 1, each of which is also added unmodified to the other accumulator. So
-// four lanes hold a stripe, and a step is eight stripes. After combining, lanes 0 to 3 have
-// accumulators 0, 2, 4, 6, lanes 4 to 7 have 1, 3, 5, 7, and the other lanes repeat these.
+// The accumulation for long inputs. Lane q of four loads words 2q and 2q + 1 of a stripe, which
+// belong to accumulators 2q and 2q + 1; each word is also added unmodified to the accumulator of
+// the other one. So four lanes hold a stripe, and a step of the warp is eight stripes. After the
+// lanes' results are combined, lanes 0 to 3 have accumulators 0, 2, 4, 6, lanes 4 to 7 have 1, 3,
+// 5, 7, and the other lanes repeat these.
 template <typename Warp>
 class LongHash {
  public:
-  // Blocks prefetched into registers while one is added: enough loads in flight to keep the memory
-  // busy. It divides the 63 scrambled blocks of a leaf of 64 KiB.
+  // Number of blocks that are prefetched into registers: enough loads in flight to keep the memory
+  // busy. It divides the 63 scrambled blocks of a leaf of 64 KiB, so that none of them is left for
+  // AddRest.
   static constexpr unsigned kAhead = 3;
 
   TENSORMOUNT_HOST_DEVICE explicit LongHash(const Warp& warp)
@@ -212,8 +215,8 @@ class LongHash {
     AddGroup<false>(ahead, at);
   }
 
-  // Adds the rest, at any alignment: `blocks` whole blocks, `stripes` stripes of one more, and the
-  // last stripe.
+  // Adds the rest of the input, at any alignment: `blocks` whole blocks, `stripes` stripes of one
+  // more block, and the stripe at `last`, which ends with the input and may overlap the others.
   TENSORMOUNT_HOST_DEVICE void AddRest(const std::uint8_t* data, unsigned blocks, int stripes,
                                        const std::uint8_t* last) {
     Block block;
@@ -264,8 +267,8 @@ class LongHash {
   TENSORMOUNT_HOST_DEVICE Sum KeyOf(Fn offset) const {
     return warp_.Map([&](int lane) { return Secret64(offset(lane)); });
   }
-  // The secret for a step whose first stripe uses `offset`, and each further stripe `next` bytes
-  // more.
+  // The words of the secret for one step: the first stripe uses the secret from `offset` on, each
+  // further stripe from `next` bytes later.
   TENSORMOUNT_HOST_DEVICE Words KeysOf(int offset, int next) const {
     return warp_.Map([&](int lane) {
       const int at = offset + lane / kStripeLanes * next + lane % kStripeLanes * 16;
@@ -301,8 +304,9 @@ class LongHash {
     }
   }
 
-  // Adds the prefetched blocks, and loads the blocks from `next` on into the same registers.
-  // Without conditional loads, because a device would copy their results, and wait for them.
+  // Adds the prefetched blocks and, if kMore, loads the blocks from `next` on into the same
+  // registers. kMore is a template parameter: with a condition at run time the compiler would copy
+  // loaded values between registers, and each copy would wait for its load.
   template <bool kMore>
   TENSORMOUNT_HOST_DEVICE void AddGroup(Block (&ahead)[kAhead], const Addresses& next) {
     TENSORMOUNT_UNROLL
@@ -336,8 +340,8 @@ class LongHash {
     return sums;
   }
 
-  // Adds the results of all lanes to sums_. In the first exchange one lane of a pair continues with
-  // the even accumulator, the other with the odd one.
+  // Adds the results of all lanes to sums_. In the first exchange the lanes of a pair trade halves:
+  // one lane then has the pair's even accumulator, the other the odd one.
   TENSORMOUNT_HOST_DEVICE void TakeIn(const Sums& sums) {
     const auto is_odd = [](int lane) { return SumOf(lane) % 2 != 0; };
     const Sum given =
@@ -369,7 +373,7 @@ class LongHash {
                                                                               std::uint64_t start) {
     const Sum keyed = warp.Map(
         [&](int lane) { return Warp::Get(sums, lane) ^ Secret64(secret + SumOf(lane) * 8); });
-    // Both lanes of a pair compute the product of the pair.
+    // XXH3 multiplies accumulators 2q and 2q + 1, which are in two lanes; both compute the product.
     const Sum other = Warp::Exchange(keyed, kStripeLanes);
     Sum folded = warp.Map(
         [&](int lane) { return FoldedProduct(Warp::Get(keyed, lane), Warp::Get(other, lane)); });

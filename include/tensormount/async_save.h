@@ -58,7 +58,7 @@ class TENSORMOUNT_EXPORT SaveHandle {
   SaveHandle& operator=(SaveHandle&&) noexcept;
 
   // Waits until the data are staged, so that the caller may overwrite its buffers. Returns the
-  // error of the save if it failed before.
+  // error if the save failed before its data were staged.
   Status WaitStaged();
   // Waits until the save has ended, within the save's own timeouts, and returns the result of Save.
   Result<SaveReport> WaitCommitted();
@@ -145,8 +145,8 @@ class TENSORMOUNT_EXPORT AsyncSaver {
 };
 
 // Saves in the background with the communicator's default saver (AsyncSaver::Of), for occasional
-// saves. The handle keeps that saver, and its staging memory is reused only while a handle or the
-// caller keeps it. Programs that save often keep an AsyncSaver.
+// saves. The handle keeps the saver alive. When no handle and no caller of Of keeps the saver, its
+// staging memory is freed, so programs that save often keep an AsyncSaver.
 TENSORMOUNT_EXPORT Result<SaveHandle> AsyncSave(const StateDict& state, std::string_view path,
                                                 Communicator& comm,
                                                 const SaveOptions& options = {});

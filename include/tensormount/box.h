@@ -147,7 +147,7 @@ class TENSORMOUNT_EXPORT Region {
   bool is_flat() const { return flat_; }
   // The box itself, or the box whose row-major order the flat range counts in.
   const Box& box() const { return box_; }
-  std::int64_t flat_first() const { return first_; }  // Start of the flat range; 0: a box.
+  std::int64_t flat_first() const { return first_; }  // Start of the flat range; 0 for a box.
   std::int64_t volume() const { return flat_ ? count_ : box_.volume(); }
   bool empty() const { return volume() == 0; }
   bool Within(const Dims& shape) const { return box_.Within(shape); }

@@ -7,14 +7,14 @@
 // Stable: functions are only added, enumerator values never change, structures only grow at their
 // end. Every structure begins with `struct_size`, which the caller sets to sizeof the structure;
 // members past that size count as zero, and zero always means the default. A structure larger than
-// the library's is accepted if the extra bytes are zero, and is TM_UNSUPPORTED otherwise; a size
-// that no version of the structure had is TM_INVALID_ARGUMENT.
+// the library's is accepted if the extra bytes are zero, and is TM_UNSUPPORTED otherwise. A size
+// below 4 or above 4,096 bytes, as of an uninitialised structure, is TM_INVALID_ARGUMENT.
 //
 // Every function that can fail returns a tm_status; tm_last_error() then gives the message. Results
 // are returned through pointers, which are not written on failure (except buffers that are being
-// filled). An object returned as `T** out` belongs to the caller, who frees it with the function
-// named in the comment; every free function accepts NULL. Strings are UTF-8 and NUL-terminated.
-// Pointers must not be NULL unless the comment allows it.
+// filled, *done and *got). An object returned as `T** out` belongs to the caller, who frees it with
+// the function named in the comment; every free function accepts NULL. Strings are UTF-8 and
+// NUL-terminated. Pointers must not be NULL unless the comment allows it.
 //
 // After fork(), the child has the handles of its parent, but neither its threads nor its place
 // among the ranks. Checkpoints, communicators, savers and jobs made before the fork return
@@ -22,8 +22,8 @@
 // child opens and makes its own.
 //
 // Threads: several threads may use one checkpoint at the same time; every other object is for one
-// thread at a time. Several threads may use one communicator through different channels of it
-// (tm_communicator_channel).
+// thread at a time, unless its comment says otherwise. Several threads may use one communicator
+// through different channels of it (tm_communicator_channel).
 //
 // Example, without ranks (examples/c_read.c is a whole program):
 //
@@ -89,7 +89,8 @@ TM_EXPORT int tm_last_errno(void);
 // no call failed. Does not change the last error.
 TM_EXPORT tm_status tm_last_error_json(char** json);
 // Sets the last error and errno, for libraries built on this one, and returns `status`.
-// `error_number` 0: the errno that stands for the status. Clears the other fields.
+// `error_number` 0: the errno that stands for the status. Clears the other fields. Does nothing for
+// TM_OK.
 TM_EXPORT tm_status tm_set_last_error(tm_status status, int error_number, const char* message);
 
 // The version of the library: "0.1.0".
@@ -368,8 +369,8 @@ typedef struct tm_callbacks {
   // requests that are in progress when the communicator is freed; if `cancel` is NULL, their memory
   // leaks.
   void (*cancel)(void* context, uint64_t request);
-  // How long, in milliseconds, freeing the communicator waits until the other ranks free theirs. 0:
-  // 5,000. The callbacks must work until then.
+  // How long, in milliseconds, freeing the communicator waits until the other ranks free theirs. 0
+  // means 5,000. The callbacks must work until then.
   int64_t leave_wait_ms;
 } tm_callbacks;
 // Makes a communicator from callbacks. Sends nothing before the first use. `callbacks` is copied.
@@ -403,10 +404,11 @@ typedef struct tm_tcp_options {
   uint32_t first_port;  // Port range to listen on; 0 and 0: any port.
   uint32_t last_port;
   int64_t connect_timeout_ms;  // How long connecting to an unreachable peer is retried. 0: 30,000.
-  // A machine that stops answering counts as dead after about twice this time. 0: 30,000; negative:
-  // never.
+  // A machine that stops answering counts as dead after about twice this time. 0 means 30,000; a
+  // negative value means never.
   int64_t keep_alive_ms;
-  int64_t leave_wait_ms;  // How long freeing waits for sent data to be delivered. 0: 5,000.
+  // How long freeing the communicator waits for sent data to be delivered. 0 means 5,000.
+  int64_t leave_wait_ms;
 } tm_tcp_options;
 // Opens the sockets on which this rank listens. `options` may be NULL. TM_NOT_FOUND: no such
 // interface.
@@ -425,10 +427,10 @@ TM_EXPORT tm_status tm_tcp_connect(tm_tcp* tcp, const char* const* addresses, in
                                    tm_communicator** out);
 TM_EXPORT void tm_tcp_free(tm_tcp* tcp);
 
-// The processes of an MPI job, in libtensormount_mpi. tm_mpi_init initialises MPI if the program
-// has not; in this case tm_mpi_free finalises MPI, unless tm_mpi_abandon was called (after a
-// failure, finalising would wait for dead ranks). TM_UNSUPPORTED without MPI. Free communicators
-// before tm_mpi.
+// The processes of an MPI job; the functions are in libtensormount_mpi. tm_mpi_init initialises MPI
+// if the program has not; in this case tm_mpi_free finalises MPI, unless tm_mpi_abandon was called
+// (after a failure, finalising would wait for dead ranks). TM_UNSUPPORTED without MPI. Free the
+// communicators before the tm_mpi.
 typedef struct tm_mpi tm_mpi;
 TM_EXPORT tm_status tm_mpi_init(tm_mpi** out);
 TM_EXPORT tm_status tm_mpi_world(tm_mpi* mpi, tm_communicator** out);
@@ -446,8 +448,9 @@ TM_EXPORT void tm_state_free(tm_state* state);
 // one.
 enum { TM_REPLICA_UNLABELLED = 0, TM_REPLICA_MAIN = 1, TM_REPLICA_COPY = 2 };
 
-// A part of a global tensor that this rank holds or wants. The structures it points to are read
-// during the call only; the memory that `data` describes is used until the save or load has ended.
+// A part of a global tensor that this rank holds or wants. The structures that a tm_shard points to
+// are read during the call only; the memory that `data` describes is used until the save or load
+// has ended.
 typedef struct tm_shard {
   uint32_t struct_size;
   int32_t replica;
@@ -483,8 +486,8 @@ enum {
 TM_EXPORT tm_status tm_state_add_tensors(tm_state* state, const char* keys, size_t keys_size,
                                          const int64_t* words, size_t word_count, size_t count);
 
-// Words (tm_state_add_tensors) that are parsed and checked once, for states that are rebuilt for
-// every save with other data addresses. Immutable; several threads may use it.
+// The `words` of tm_state_add_tensors, parsed and checked once, for states that are rebuilt for
+// every save with other data addresses. Immutable; several threads may use one layout.
 typedef struct tm_layout tm_layout;
 TM_EXPORT tm_status tm_layout_new(const char* keys, size_t keys_size, const int64_t* words,
                                   size_t word_count, size_t count, tm_layout** out);
@@ -495,8 +498,8 @@ TM_EXPORT tm_status tm_state_add_layout(tm_state* state, const tm_layout* layout
                                         void* const* addresses, size_t count);
 
 // Adds an object, whose bytes are copied. Without a grid (`rank` 0) the object must be equal on all
-// ranks that add it. With a grid these are the bytes of part `index` of `grid`, `rank` numbers
-// each.
+// ranks that add it. With a grid, `data` has the bytes of part `index` of `grid`; `index` and
+// `grid` have `rank` numbers each.
 TM_EXPORT tm_status tm_state_add_object(tm_state* state, const char* key, const void* data,
                                         size_t size, const int64_t* index, const int64_t* grid,
                                         int32_t rank);
@@ -504,9 +507,9 @@ TM_EXPORT tm_status tm_state_add_object(tm_state* state, const char* key, const 
 TM_EXPORT tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* index,
                                          const int64_t* grid, int32_t rank);
 
-// Set values as JSON (the form of common.json). common: equal on all ranks. rank_common: for this
-// rank. metadata: an object about the whole checkpoint. local: not stored; the load report returns
-// it.
+// These functions set values as JSON (the form of common.json): set_common a value that is equal on
+// all ranks, set_rank_common a value of this rank, set_metadata a JSON object about the whole
+// checkpoint, set_local a value that is not stored (the load report returns it).
 TM_EXPORT tm_status tm_state_set_common(tm_state* state, const char* name, const char* json);
 TM_EXPORT tm_status tm_state_set_rank_common(tm_state* state, const char* name, const char* json);
 TM_EXPORT tm_status tm_state_set_metadata(tm_state* state, const char* json);
@@ -573,8 +576,8 @@ typedef struct tm_save_options {
   const char* const* common_exempt;  // Globs of common values that may differ.
   size_t common_exempt_count;
   const char* producer;    // NULL: "tensormount <version>".
-  int64_t liveness_ms;     // 0: 30,000. See Timeouts in tensormount/communicator.h.
-  int64_t arrival_ms;      // 0: 1,800,000.
+  int64_t liveness_ms;     // 0 means 30,000. See Timeouts in tensormount/communicator.h.
+  int64_t arrival_ms;      // 0 means 1,800,000.
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
   int64_t total_ms;     // Limit for the whole call; 0: none.
@@ -586,7 +589,7 @@ typedef struct tm_save_options {
   // like on_commit.
   tm_before_publish_hook before_publish;
   void* before_publish_context;
-  // Called after the commit, before tm_save returns.
+  // Called after the commit, before the save ends.
   tm_on_commit_hook on_commit;
   void* on_commit_context;
   // Reuse of earlier checkpoints (tensormount/save.h). The base is a checkpoint of the same store.
@@ -639,7 +642,7 @@ typedef struct tm_save_numbers {
   double compare_seconds;
   double publish_seconds;
   // Data that were not written because the base holds them. Counts are of all ranks.
-  double reuse_seconds;  // Of this rank.
+  double reuse_seconds;  // Time of this rank.
   uint64_t reused_tensors;
   uint64_t reused_objects;
   uint64_t reused_bytes;                // Stored size of the reused data.
@@ -772,8 +775,8 @@ typedef struct tm_load_rule {
   int32_t reserved;
 } tm_load_rule;
 
-// Options of a load, described in tensormount/load.h. All except the hook and exchange_group must
-// be equal on every rank.
+// Options of a load, described in tensormount/load.h. All except the hook, exchange_group and
+// threads must be equal on every rank.
 typedef struct tm_load_options {
   uint32_t struct_size;
   int32_t not_stored;     // Keys requested but absent.
@@ -788,8 +791,8 @@ typedef struct tm_load_options {
   size_t strict_exempt_count;
   const tm_load_rule* rules;  // Each has rules[0].struct_size bytes.
   size_t rule_count;
-  int64_t liveness_ms;     // 0: 30,000.
-  int64_t arrival_ms;      // 0: 1,800,000.
+  int64_t liveness_ms;     // 0 means 30,000.
+  int64_t arrival_ms;      // 0 means 1,800,000.
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
   int64_t total_ms;  // Limit for the whole call; 0: none.
@@ -919,8 +922,8 @@ TM_EXPORT void tm_task_free(tm_task* task);
 typedef struct tm_validate_options {
   uint32_t struct_size;
   uint32_t limit;       // Findings listed at most; 0: 100.
-  int64_t liveness_ms;  // 0: 30,000.
-  int64_t arrival_ms;   // 0: 1,800,000.
+  int64_t liveness_ms;  // 0 means 30,000.
+  int64_t arrival_ms;   // 0 means 1,800,000.
   int64_t total_ms;     // Limit for the whole call; 0: none.
   tm_task* task;        // May be NULL. A cancelled rank waits three seconds for the others.
 } tm_validate_options;
@@ -929,7 +932,7 @@ typedef struct tm_validate_options {
 // equal on every rank. `options` and `json` may be NULL; *json is freed with tm_free.
 TM_EXPORT tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
                                 const tm_validate_options* options, int32_t* sound, char** json);
-// Collective: writes the layout of the whole job as a spec (docs/spec.md), which `tensormount
+// Collective: returns the layout of the whole job as a spec (docs/spec.md), which `tensormount
 // check` validates without the job. Reads no data. *json, freed with tm_free, is the spec on rank 0
 // and "" elsewhere. `options` may be NULL; its limit is ignored.
 TM_EXPORT tm_status tm_dump_spec(const tm_state* state, tm_communicator* communicator,

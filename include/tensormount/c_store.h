@@ -60,10 +60,10 @@ typedef struct tm_prune_options {
   const char* rules;  // NULL: "policy".
 } tm_prune_options;
 // Removes the checkpoints that no rule keeps: {"rules", "dry_run", "removed": a count,
-// "checkpoints": [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", "failed"}]},
-// newest first. `options` and `json` may be NULL. On failure nothing was removed: the newest
-// checkpoint does not pass a quick verification, the policy is damaged or written by a newer
-// version, or another process prunes (TM_BUSY).
+// "checkpoints": [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", "failed"}]}, in
+// the order of PruneReport::decisions. `options` and `json` may be NULL. On failure nothing was
+// removed: the newest checkpoint does not pass a quick verification, the policy is damaged or
+// written by a newer version, or another process prunes (TM_BUSY).
 TM_EXPORT tm_status tm_store_prune(const char* store, const tm_prune_options* options, char** json);
 // The rules stored in the store: {"rules": a string, or null}. tm_store_set_policy with NULL
 // removes the rules.
@@ -218,8 +218,8 @@ typedef struct tm_export_options {
   const char* key_map;       // Rules as JSON; NULL: none.
   uint64_t hf_part_bytes;    // "hf" only: largest size of a part; 0: 5 GB.
   const char* hf_rules;      // "hf" only: JSON rules that make the names of tensors; NULL: none.
-  int64_t liveness_ms;       // 0: 30,000.
-  int64_t arrival_ms;        // 0: 1,800,000.
+  int64_t liveness_ms;       // 0 means 30,000.
+  int64_t arrival_ms;        // 0 means 1,800,000.
   int64_t total_ms;          // Limit for the whole call; 0: none.
   tm_task* task;             // May be NULL.
   const char* const* roots;  // Trusted directories, as in tm_open_options.
@@ -249,8 +249,8 @@ TM_EXPORT tm_status tm_key_map_apply(const char* rules, const char* keys, size_t
 
 // The files that a mount shows of a checkpoint (docs/mounting.md, "The tree"), without a mount:
 // "npy/w.npy", "hf/model.safetensors", "dcp/.metadata". Read-only. Paths are relative to the
-// checkpoint; "" is its directory. Bytes are verified as in a mount. Both handles may be used by
-// several threads at a time, and stay valid after tm_checkpoint_close.
+// checkpoint; "" is its directory. Bytes are verified as in a mount. Several threads may use a
+// tm_files or a tm_file at a time; both stay valid after tm_checkpoint_close.
 typedef struct tm_files tm_files;
 typedef struct tm_file tm_file;
 typedef struct tm_files_options {
@@ -260,7 +260,8 @@ typedef struct tm_files_options {
   uint64_t hf_part_bytes;  // Largest size of a part in hf/; 0: 5 GB.
   const char* hf_rules;    // JSON rules that make the names of tensors in hf/; NULL: none.
 } tm_files_options;
-// `options` may be NULL. Freed with tm_files_close. TM_INVALID_ARGUMENT: rules that do not fit.
+// `options` may be NULL. Freed with tm_files_close. TM_INVALID_ARGUMENT: the rules are invalid, or
+// give two keys the same name.
 TM_EXPORT tm_status tm_files_open(const tm_checkpoint* checkpoint, const tm_files_options* options,
                                   tm_files** out);
 TM_EXPORT void tm_files_close(tm_files* files);
@@ -269,16 +270,17 @@ typedef struct tm_file_info {
   uint32_t struct_size;
   int32_t is_directory;
   uint64_t size;   // Bytes; 0 for a directory.
-  int64_t mtime;   // Seconds since 1970: when the content last changed between checkpoints.
+  int64_t mtime;   // Seconds since 1970: the save that last changed the content.
   uint64_t inode;  // The same for the same path of the same checkpoint.
 } tm_file_info;
 // TM_NOT_FOUND: nothing has this path.
 TM_EXPORT tm_status tm_files_stat(const tm_files* files, const char* path, tm_file_info* info);
-// The names in a directory. Slices open by name and are not listed. TM_NOT_FOUND. Freed with
-// tm_list_free.
+// The names in a directory. Slices open by name and are not listed. TM_NOT_FOUND: nothing has this
+// path. Freed with tm_list_free.
 TM_EXPORT tm_status tm_files_list(const tm_files* files, const char* path, tm_list** out);
 
-// Opens a file. Freed with tm_file_close. TM_NOT_FOUND; TM_INVALID_ARGUMENT for a directory.
+// Opens a file. Freed with tm_file_close. TM_NOT_FOUND: nothing has this path. TM_INVALID_ARGUMENT:
+// the path is a directory.
 TM_EXPORT tm_status tm_file_open(const tm_files* files, const char* path, tm_file** out);
 TM_EXPORT void tm_file_close(tm_file* file);
 TM_EXPORT uint64_t tm_file_size(const tm_file* file);

@@ -143,7 +143,7 @@ struct CommonMismatch {
   std::string path;
   std::string what;  // The difference, without the path.
 };
-using CommonDifference [[deprecated("CommonMismatch")]] = CommonMismatch;  // Until 0.2.
+using CommonDifference [[deprecated("CommonMismatch")]] = CommonMismatch;  // Old name, until 0.2.
 TENSORMOUNT_EXPORT std::optional<CommonMismatch> FirstDifference(const CommonValue& a,
                                                                  const CommonValue& b);
 

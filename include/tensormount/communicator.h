@@ -32,12 +32,13 @@ struct Timeouts {
   std::chrono::milliseconds total{0};
 };
 
-// A fixed group of ranks that exchange messages; implemented for threads, processes, MPI and
-// callbacks. Collective operations are written once on top (collective/collective.h).
+// A fixed group of ranks that exchange messages; implemented for threads, processes, TCP, MPI and
+// callbacks. Collective operations use only this interface (collective/comm/collective.h).
 //
 // Nonblocking: Send and Receive return at once, and Test reports completion. Between one pair of
 // ranks, messages of one tag arrive in order. Thread-safe: a heartbeat thread calls Progress()
-// while another thread waits for a request. No call of this interface blocks, except WaitForChange.
+// while another thread waits for a request. No call of this interface blocks, except WaitForChange;
+// the destructor of some implementations waits for other ranks, for a limited time.
 class TENSORMOUNT_EXPORT Communicator {
  public:
   using Request = std::uint64_t;
@@ -77,19 +78,20 @@ class TENSORMOUNT_EXPORT Communicator {
   // Time since `rank` was last heard of (its Progress ran, or a message from it arrived). Always
   // maintained between rank 0 and every other rank; between others it may count messages only.
   virtual std::chrono::nanoseconds SilentFor(int rank) const = 0;
-  // With `wanted` true: requests heartbeats between this rank and `rank`, too, until the call with
-  // false is made as often. Both ranks must request them. Does nothing by default, for
-  // implementations with heartbeats between all pairs.
+  // With `wanted` true: requests heartbeats between this rank and `rank`, too, until KeepUp was
+  // called with false as often as with true. Both ranks must request them. Does nothing by default,
+  // for implementations with heartbeats between all pairs.
   virtual void KeepUp(int /*rank*/, bool /*wanted*/) {}
   // Whether heartbeats run from the creation of the communicator to its end, so that SilentFor is
-  // valid between library calls, too. If so, all ranks create the communicator together.
+  // valid between library calls, too. True requires that all ranks create the communicator
+  // together.
   virtual bool BeatsAlways() const { return false; }
 
   // Waiting for completion without constant tests: call Changes() before the tests and, if they
   // find nothing complete, WaitForChange with that number. Changes counts completed actions on this
   // rank's requests, by any rank; an implementation may count nothing. WaitForChange returns after
-  // a change, after `most` at the latest, and perhaps earlier. By default HearsChanges is false
-  // (remote actions are not noticed), and WaitForChange sleeps for `most`.
+  // a change, after `most` at the latest, and perhaps earlier. HearsChanges: whether actions of
+  // other ranks count, too. By default they do not, and WaitForChange sleeps for `most`.
   virtual std::uint64_t Changes() const { return 0; }
   virtual bool HearsChanges() const { return false; }
   virtual void WaitForChange(std::uint64_t seen, std::chrono::nanoseconds most);
@@ -119,7 +121,7 @@ class TENSORMOUNT_EXPORT Communicator {
   std::shared_ptr<void> KeptByRanks(const std::string& name,
                                     const std::function<std::shared_ptr<void>()>& make);
 
-  // Limit of concurrent jobs, each on its own channel.
+  // Number of channels, this communicator included, and so the limit of concurrent jobs.
   static constexpr std::uint32_t kChannels = 8;
 
  protected:
@@ -146,12 +148,12 @@ class TENSORMOUNT_EXPORT Communicator {
 TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeChannel(Communicator& parent,
                                                                      std::uint32_t channel);
 
-// A subgroup: some ranks of `parent`, rank i being ranks[i]. Only these ranks call it, all with the
-// same list; nothing is sent. Subgroups that share ranks need different channels. A subgroup can
-// have channels (MakeChannel) and subgroups of its own. `parent` must outlive the subgroup, whose
-// destruction cancels outstanding requests. kInvalidArgument: a rank twice or out of range, this
-// rank not in the list, channel not in [1, kChannels) or equal to the channel of the subgroup
-// `parent`.
+// Makes a subgroup: some ranks of `parent`, rank i being ranks[i]. Only these ranks call this
+// function, with equal lists; it sends nothing. Subgroups that share ranks need different channels.
+// A subgroup can have channels (MakeChannel) and subgroups of its own. `parent` must outlive the
+// subgroup, whose destruction cancels outstanding requests. kInvalidArgument: a rank twice or out
+// of range, this rank not in the list, channel not in [1, kChannels) or equal to the channel of the
+// subgroup `parent`.
 TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
                                                                       const std::vector<int>& ranks,
                                                                       std::uint32_t channel);

@@ -44,10 +44,10 @@ struct DeriveReport {
 };
 
 // Makes a new checkpoint from an old one of the same store, by hard links: tensors and objects are
-// dropped or renamed. Only data in files that are mostly dropped are read, verified and copied.
-// Common values are those of the old checkpoint, which becomes the parent of the new one. The new
-// checkpoint has its own generation, so it is the latest until another checkpoint is saved. `path`:
-// "STORE/NEW"; `from`: a name in that store.
+// dropped or renamed. Data are read, verified and copied only if less than half of their file is
+// kept, or if the file cannot be linked. Common values are those of the old checkpoint, which
+// becomes the parent of the new one. The new checkpoint has its own generation, so it is the latest
+// until another checkpoint is saved. `path`: "STORE/NEW"; `from`: a name in that store.
 //   kNotFound         no such checkpoint, or a glob or rename that matches nothing (named)
 //   kInvalidArgument  two keys become equal, a key is invalid, or is the name of a layer
 //   kAlreadyExists    the name is taken

@@ -53,7 +53,7 @@ struct DTypeInfo {
   std::string_view npy_descr;  // In .npy headers: "<f4", or "<V2" for types of ml_dtypes.
 };
 
-// All element types, sorted by number; static.
+// All element types, sorted by number. The span refers to static data.
 TENSORMOUNT_EXPORT std::span<const DTypeInfo> AllDTypes();
 // The properties of `dtype`, which must be an enumerator; for external numbers use DTypeFromNumber.
 TENSORMOUNT_EXPORT const DTypeInfo& InfoOf(DType dtype);

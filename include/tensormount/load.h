@@ -48,8 +48,8 @@ enum class LoadVerify {
 
 // kDirect: every rank reads what it needs. kExchange: a group of ranks reads each byte once, in
 // long runs, and sends it to the ranks that need it, with bounded buffers (column loads of
-// row-major files; replicated loads from slow storage). kAuto exchanges if runs are short and the
-// ranks run on several machines, which share no page cache.
+// row-major files; replicated loads from slow storage). kAuto exchanges a tensor that several ranks
+// want if its runs are short and the ranks run on several machines, which share no page cache.
 enum class LoadPath { kAuto, kDirect, kExchange };
 
 // How exchanged bytes travel. kDevices: from device to device (NCCL), for tensors that a digest
@@ -169,8 +169,8 @@ class TENSORMOUNT_EXPORT LoadReport {
   std::map<std::pair<std::string, std::string>, std::string> objects;  // (key, index text) → bytes.
 };
 
-// Collective: fills the buffers of `request` in place from a checkpoint ("STORE/NAME", or a
-// .safetensors file), whatever sharding it was saved with. Overlapping and repeated requests are
+// Collective: fills the buffers of `request` in place from a checkpoint (`path` is as in
+// Checkpoint::Open), whatever sharding it was saved with. Overlapping and repeated requests are
 // valid. Every rank returns the same result. No buffer is written before the whole request is
 // validated; a failure while bytes are read may leave buffers partly filled.
 //   kNotFound         no such checkpoint, or keys that are not stored (not_stored = kRaise)

@@ -14,9 +14,9 @@ namespace tensormount {
 // From this call on, in all threads, a SIGBUS that a page of a checkpoint raises in a library
 // function becomes that function's error; every other SIGBUS goes to the previous handler. Call it
 // once per process, at its start, after the program has set its own handlers (Python: after
-// faulthandler.enable()). A handler set later replaces ours, and the library reads as before.
-// Unloading the library restores the previous handler if ours is still installed. Thread-safe.
-// Returns false if the system refused, or if our handler was replaced.
+// faulthandler.enable()). A handler set later replaces ours; then the library reads as without this
+// call. Unloading the library restores the previous handler if ours is still installed.
+// Thread-safe. Returns false if the system refused, or if our handler was replaced.
 TENSORMOUNT_EXPORT bool EnableMappingGuard();
 
 }  // namespace tensormount

@@ -11,8 +11,8 @@ namespace tensormount {
 // Whether this build has an MPI communicator.
 TENSORMOUNT_EXPORT bool MpiIsBuilt();
 
-// Whether an MPI launcher started this process (from its environment; works without MPI). Under a
-// launcher a build without MPI refuses to run, instead of running N times alone.
+// Whether an MPI launcher started this process (from its environment; works without MPI). With it a
+// program built without MPI can refuse to run under a launcher, instead of running N times alone.
 TENSORMOUNT_EXPORT bool UnderMpiLauncher();
 
 // Init initialises MPI with MPI_THREAD_MULTIPLE if the program has not; in this case the destructor

@@ -23,10 +23,11 @@
 namespace tensormount {
 
 // A checkpoint is kept if any rule keeps it, or if there are no rules. Always kept: the checkpoint
-// of the highest generation, pinned checkpoints, those that share files with a save in progress,
-// open ones (their data, until they are closed), and those that cannot be read.
+// of the highest generation, pinned checkpoints, derived ones (tensormount/derive.h), those from
+// which a running save takes data, open ones (their data, until they are closed), and those that
+// cannot be read. No rule keeps an ephemeral checkpoint (SaveOptions::ephemeral).
 struct TENSORMOUNT_EXPORT RetentionRules {
-  // Use the rules stored in the store (SetRetentionPolicy); no rules may be set below.
+  // Use the rules stored in the store (SetRetentionPolicy). Then no other member may be set.
   bool of_store = false;
 
   // The run to which the rules apply: a shell pattern for names of checkpoints ("runA-*"). Other
@@ -37,7 +38,7 @@ struct TENSORMOUNT_EXPORT RetentionRules {
 
   struct Every {
     enum class Unit {
-      kSteps,        // The step (the last decimal number in the name) is a multiple of `count`.
+      kSteps,        // The last decimal number in the name is a multiple of `count`, or missing.
       kGenerations,  // The newest of each `count` generations.
       kHours,        // The newest of each `count` hours.
     };
@@ -93,7 +94,7 @@ struct PinnedCheckpoint {
   bool expired = false;
   // Why the pin cannot be read; empty if it can. An unreadable pin protects the checkpoint forever.
   std::string problem = {};
-  bool unread = false;  // The problem is that the disk did not give the file, which may be intact.
+  bool unread = false;  // `problem` is an error of the disk; the pin's file may be intact.
 };
 // Pins "STORE/NAME", durably: protects the checkpoint from rules and from removal without force. A
 // second call replaces reason and expiry. kNotFound: no such checkpoint. kDataLoss: its uuid cannot
@@ -117,8 +118,9 @@ struct PruneOptions {
   std::vector<std::string> roots = {};
 };
 struct TENSORMOUNT_EXPORT PruneReport {
-  // What is done with one checkpoint, and why. The list has the highest generation first, and
-  // checkpoints that cannot be read last.
+  // The decision on one checkpoint. `decisions` has the highest generation first; after those to
+  // which the rules apply come derived checkpoints, then names that RetentionRules::match excludes,
+  // then checkpoints that cannot be read.
   struct Decision {
     std::string checkpoint;
     std::string uuid;  // Zeros if it could not be read.
@@ -132,7 +134,7 @@ struct TENSORMOUNT_EXPORT PruneReport {
   std::vector<Decision> decisions;
   std::string rules;  // The rules used, as text; empty: none.
   bool dry_run = false;
-  // Rules that match no checkpoint: "best=loss:min:1: ...".
+  // Rules without effect, because no checkpoint has their metric: "best=loss:min:1: ...".
   std::vector<std::string> notes;
   // Space of removed checkpoints that was freed at once, space that waits in .trash, and why each
   // of those checkpoints waits ("step-1: still read").

@@ -49,7 +49,7 @@ enum class Reuse { kAuto, kOff };
 struct SaveReport;
 
 // Options above "Of this rank alone" must be equal on all ranks: a difference is kInvalidArgument
-// on every rank, before anything is written.
+// on every rank, before anything is written (a difference of `timeouts` is not detected).
 struct SaveOptions {
   PlacementRule placement = PlacementRule::kAuto;
   ReplicaCheck replicas = ReplicaCheck::kRotating;

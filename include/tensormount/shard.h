@@ -51,7 +51,8 @@ struct AxisFragment {
 
 // The shard of a rank that holds `local`, whose shape is the local extents without the first
 // `prepended_axes`. Axes without a fragment are not cut. A prepended axis is one that the local
-// buffer lacks: it has extent one here and `count` in the global tensor, and needs a fragment.
+// buffer lacks: it has extent one in the shard and `count` in the global tensor, and needs a
+// fragment.
 //   local [1, 3, 7, 9], {0: 0 of 10}, {2: 3 of 6}  ->  shape [10, 3, 42, 9], begin [0, 0, 21, 0]
 // kInvalidArgument: an axis twice or out of range, an index outside [0, count), or a product that
 // overflows.
@@ -99,8 +100,8 @@ TENSORMOUNT_EXPORT Result<std::vector<Shard>> Split(const Shard& shard, int axis
 // there is `total`.
 TENSORMOUNT_EXPORT Result<Shard> Concatenated(const Shard& shard, int axis, std::int64_t offset,
                                               std::int64_t total);
-// Makes the shard's tensor number `index` of `count` equal tensors that are stacked along a new
-// axis `axis`.
+// The shard's tensor becomes part `index` of a larger tensor, in which `count` tensors of its shape
+// are stacked along a new axis `axis`.
 TENSORMOUNT_EXPORT Result<Shard> Stacked(const Shard& shard, int axis, std::int64_t index,
                                          std::int64_t count);
 // Axis i of the new tensor is axis axes[i] of the shard's tensor. Only for boxes.
@@ -118,7 +119,8 @@ TENSORMOUNT_EXPORT Result<Shard> NarrowedOnGrid(const Shard& shard, int axis,
                                                 std::int64_t local_extent, std::int64_t begin,
                                                 std::int64_t extent);
 
-// Elements [from, from + extent) of an axis belong at [to, to + extent).
+// A part of an axis for Interleaved: what the shard describes as elements [from, from + extent) is
+// elements [to, to + extent) of the global tensor.
 struct AxisMove {
   std::int64_t from = 0;
   std::int64_t extent = 0;
@@ -132,7 +134,7 @@ TENSORMOUNT_EXPORT Result<std::vector<Shard>> Interleaved(const Shard& shard, in
                                                           std::span<const AxisMove> moves);
 // The moves of rank `index` of `count`, if global parts of `sizes` (gate and up; query, key and
 // value) are each cut evenly over the ranks, and each rank stores its pieces one after the other:
-//   sizes {8, 8}, rank 1 of 4: [4, 6) is at [2, 4), [6, 8) is at [10, 12).
+//   sizes {8, 8}, rank 1 of 4: from [4, 6) to [2, 4), and from [6, 8) to [10, 12).
 TENSORMOUNT_EXPORT Result<std::vector<AxisMove>> FusedMoves(std::span<const std::int64_t> sizes,
                                                             std::int64_t index, std::int64_t count);
 

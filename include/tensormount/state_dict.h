@@ -26,7 +26,7 @@ struct GridPosition {
   Dims index;
   Dims grid;
 };
-using ObjectPlace [[deprecated("GridPosition")]] = GridPosition;  // Until 0.2.
+using ObjectPlace [[deprecated("GridPosition")]] = GridPosition;  // Old name, until 0.2.
 
 // Initial contents of memory that a StateDict allocates.
 enum class Fill : std::uint8_t { kUninitialized, kZero };

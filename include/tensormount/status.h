@@ -169,14 +169,14 @@ class [[nodiscard]] Result {
     RequireValue();
     return value_;
   }
-  T value() && {  // By value: safe in a range-for.
+  T value() && {  // By value, so that a range-for over it does not dangle.
     RequireValue();
     return std::move(value_);
   }
 
  private:
-  // The memory layout is that of std::variant<T, Status>, which earlier headers used (ABI). The
-  // type itself is not used because its templates took up to a fifth of a file's compile time.
+  // The memory layout is that of std::variant<T, Status>, which earlier headers used (ABI).
+  // std::variant is not used, because its templates took up to a fifth of a file's compile time.
   enum Holds : unsigned char { kValue, kStatus, kNothing };
 
   template <typename Other>
@@ -220,7 +220,7 @@ class [[nodiscard]] Result {
 
 // Declares a variable with the value of a Result, or returns the failure from the enclosing
 // function:
-//   TENSORMOUNT_ASSIGN_OR_RETURN(auto reader, ShardReader::Open(path));
+//   TENSORMOUNT_ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(path));
 #define TENSORMOUNT_ASSIGN_OR_RETURN(decl, expr) \
   TENSORMOUNT_ASSIGN_OR_RETURN_(TENSORMOUNT_CONCAT_(tensormount_result_, __COUNTER__), decl, expr)
 #define TENSORMOUNT_ASSIGN_OR_RETURN_(tmp, decl, expr) \

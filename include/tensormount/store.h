@@ -12,7 +12,8 @@
 namespace tensormount {
 
 // Behaviour of a save if STORE/NAME exists. kFail: kAlreadyExists on every rank. kReplace: the
-// commit exchanges the two, and a failed save leaves the old checkpoint unchanged.
+// commit exchanges the old checkpoint for the new one in one step, and a failed save leaves the old
+// checkpoint unchanged.
 enum class IfExists { kFail, kReplace };
 
 // Store administration for programs without a shell. Thread-safe. Retention rules are in
@@ -24,7 +25,7 @@ struct StoredCheckpoint {
   std::uint64_t generation = 0;
   bool latest = false;  // False for all checkpoints if the latest cannot be determined.
   bool pinned = false;
-  Status pins_read;  // Not ok: `pinned` is unknown (another user's pins).
+  Status pins_read;  // Not ok: `pinned` is unknown, for example if another user owns the pins.
   Status problem;    // Not ok: the directory exists, but cannot be read as a checkpoint.
   // The members below are valid if `problem` is ok. Bytes are lengths of files.
   std::int64_t created = 0;        // Seconds since 1970.

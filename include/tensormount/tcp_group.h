@@ -65,9 +65,9 @@ class TENSORMOUNT_EXPORT TcpGroup {
   // The address of this rank: printable ASCII without blanks, at most 512 characters. Not secret.
   virtual const std::string& address() const = 0;
   // Makes this rank's communicator, which takes over the listening sockets. `addresses`: the
-  // addresses of all ranks in rank order, equal on all ranks. kInvalidArgument: a second call, or,
-  // with the rank, an address that is damaged, duplicate, or not this rank's own at `rank`.
-  // kUnsupported: an address of another version.
+  // addresses of all ranks in rank order, equal on all ranks. kInvalidArgument: Connect was called
+  // before; or an address is damaged or duplicate, or the one at `rank` is not this rank's own (the
+  // message names the rank). kUnsupported: an address of another version.
   virtual Result<std::unique_ptr<Communicator>> Connect(const std::vector<std::string>& addresses,
                                                         int rank, const TcpToken& token) = 0;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All headers of the C++ library except mpi.h, which needs MPI.
+// All headers of the C++ library except mpi.h, whose functions are in libtensormount_mpi.
 // Start with save.h and load.h (programs with ranks), checkpoint.h (reading only) or c.h (other
 // languages). state_dict.h describes what a rank passes in, box.h and buffer.h how it describes
 // cells and memory.

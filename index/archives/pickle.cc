@@ -57,8 +57,9 @@ std::optional<Value> FindIn(const Container& c, std::string_view key) {
 
 }  // namespace
 
-// The seed is random in every process, so that no stream can choose keys that collide. The hash
-// multiplies each word of eight bytes 64 by 64 bits and folds the halves, which takes a few cycles.
+// The seed is random in every process, so that no stream can choose keys that collide. Each word of
+// eight bytes is multiplied to a product of 128 bits, whose halves are XORed; that takes a few
+// cycles.
 std::uint64_t HashKey(std::string_view key) {
   static const std::uint64_t seed = [] {
     std::random_device device;
@@ -285,8 +286,8 @@ Value Value::state() const {
   return Access::PointerTo<const PickledObject>(*this)->state;
 }
 
-// BUILD with None stores a None of length 1 as the state, which is not the same as the default
-// None.
+// If the opcode BUILD gives the state None, the parser stores a None of length 1. That differs from
+// the default None of an object without a BUILD.
 bool Value::built() const { return !state().SameAs(Value()); }
 
 bool Value::Is(KnownClass of) const {
@@ -295,8 +296,8 @@ bool Value::Is(KnownClass of) const {
   return Access::PointerTo<const PickledObject>(*this)->callee->known == of;
 }
 
-// Slots are searched first, because Python sets the attributes of the dict and then those of the
-// slots.
+// Slots are the second dict of the state. They are searched first, because Python sets them last,
+// so that their values win.
 std::optional<Value> Value::Find(std::string_view key) const {
   if (kind() == Kind::kDict) return FindIn(*Access::PointerTo<const Container>(*this), key);
   assert(kind() == Kind::kObject);

@@ -35,11 +35,11 @@ enum class Kind : std::uint8_t {
   kDict,
   kGlobal,      // A name "module.name".
   kObject,      // A call of callee() with args() in the stream; recorded, never called.
-  kPersistent,  // A BINPERSID; args() is the persistent id.
+  kPersistent,  // An object that the stream names by a persistent id, which is args().
 };
 
-// A reference to a value of a Document, cheap to copy and valid as long as the document. Each
-// accessor works only for the kinds that its comment names (asserted), so look at kind() first.
+// A reference to a value of a Document, cheap to copy and valid as long as the document. Most
+// accessors work only for the kinds in their name or comment (asserted), so look at kind() first.
 // Several values may refer to one record, also in cycles, so a recursive walk must limit its depth.
 //
 // Takes 16 bytes and has no destructor: the records are in the arena of the document.
@@ -59,24 +59,25 @@ class Value {
   // Meaning of the name of a kGlobal. kUnknown only if the options accept unknown names.
   KnownClass known() const;
 
-  // Number of items of a kTuple, kList or kSet, of pairs of a kDict, or of pairs of a kObject. The
-  // pairs of a kObject are those that it was made from (OrderedDict) or that SETITEMS added, and
-  // the items that APPENDS added. As in Python, equal keys give one pair, with the position of the
-  // first key and the value of the last. Keys over 2,048 bytes are not compared.
+  // Number of items of a kTuple, kList or kSet, or of pairs of a kDict or kObject. The pairs of a
+  // kObject are those that it was made from (OrderedDict) or that SETITEMS added, and the items
+  // that APPENDS added. As in Python, equal keys give one pair, with the position of the first
+  // key and the value of the last. Text keys over 2,048 bytes are not compared, so each has its
+  // own pair.
   std::size_t size() const;
   // Item i. For a kDict, and for pairs of a kObject: the value of pair i.
   Value item(std::size_t i) const;
   // The key of pair i of a kDict or kObject. None for an item that APPENDS added.
   Value key(std::size_t i) const;
 
-  // The function or class that a kObject calls. A kGlobal.
-  Value callee() const;  // A kGlobal.
+  // The function or class that a kObject calls, as a kGlobal.
+  Value callee() const;
   // The arguments of a kObject, a kTuple. For a kPersistent: the persistent id, a value of any
   // kind.
   Value args() const;
-  // The argument of BUILD for a kObject, or None without a BUILD.
+  // The state that the opcode BUILD gave to a kObject. None if the stream has no BUILD for it.
   Value state() const;
-  // Whether a kObject has a BUILD, even a BUILD with None.
+  // Whether the stream has a BUILD for this kObject, even one whose state is None.
   bool built() const;
   // Whether this is a kObject made by the class or function `of`.
   bool Is(KnownClass of) const;
@@ -109,7 +110,7 @@ class Document {
   Document& operator=(Document&&) noexcept;
   ~Document();
 
-  // The value that is on the stack at STOP.
+  // The pickled value: the value on the stack at the opcode STOP.
   Value root() const;
   // All kPersistent values in the order of the stream, including those that no other value refers
   // to.
@@ -134,8 +135,7 @@ enum class Unknown {
   // in a stream.
   kInert,
   // A class of another package (IsForeignName) is kept as a name, and an object made by it as a
-  // value without a meaning. Names of Python's own modules, and of torch except its modules and
-  // optimizers, fail the parse. In all other respects like kRefuse.
+  // value without a meaning. All other names must be in pickle_classes.h, as with kRefuse.
   kForeignClasses,
 };
 
@@ -151,20 +151,21 @@ struct Options {
 //
 // kDataLoss "pickle: byte 17: ...": the stream is truncated or malformed (unknown opcode, stack or
 // mark underflow, a memo slot that is empty or too far ahead, lengths past the end, text that is
-// not UTF-8, numbers out of range, no STOP).
+// not UTF-8, numbers out of range, a function used as a class, no STOP).
 //
 // kUnsupported "pickle: byte 17: contains a Python object (os.system) ...": a name outside of the
 // allow-list; an opcode that checkpoints never use (INST, OBJ, EXT*, PERSID, out-of-band buffers);
-// or records that would differ from what Python makes: a dict made from neither a dict nor a list
-// of pairs, keys that are lists or dicts, keys made by calls (which may equal any key) beside other
-// keys, a change of a dict that Python has already copied into an object, a function used as a
-// class.
+// a protocol other than 2 to 5; or records that would differ from what Python makes: a dict made
+// from neither a dict nor a list of pairs, keys that are lists or dicts, keys made by calls (which
+// may equal any key) beside other keys, a change of a dict that Python has already copied into an
+// object.
 //
-// kResourceExhausted: the records would need more than 48 MiB + 4 x the stream.
+// kResourceExhausted: the stream is over Options::max_bytes, or the records would need more than 48
+// MiB + 4 x the stream.
 Result<Document> Parse(std::string bytes, const Options& options = {});
 
-// Whether `value` is a name that the parse accepted because of kForeignClasses, or an object made
-// by such a name.
+// Whether `value` is a name outside of the allow-list, which kForeignClasses or kInert accepted, or
+// an object made by such a name.
 bool IsForeign(const Value& value);
 
 // A listing for people, at most `max_lines` lines. Each value has one indented line; names of calls

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of the calls in a pickle (pickle_calls.h). A call of an allowed function that only makes a
-// container or a record is replaced by that container or record; no call is made.
+// Checks of the calls in a pickle (pickle_calls.h). The parser records calls and never makes them.
 #include "index/archives/pickle_calls.h"
 
 #include <array>
@@ -59,7 +58,8 @@ std::string GetattrFault(const Value& args) {
   }
 }
 
-// The caller refuses NEWOBJ of these functions, because Python would not treat it like REDUCE.
+// Machine::CheckCall refuses the opcode NEWOBJ for these functions, because Python applies NEWOBJ
+// to classes only.
 bool IsTensorFunction(KnownClass known) {
   switch (known) {
     case KnownClass::kRebuildTensor:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The allow-list of pickle_classes.h: the names that a pickle may contain, and their meanings. A
-// name that is not in the list fails the parse and is reported.
+// name that is not in the list fails the parse, unless pickle::Options::unknown accepts it.
 #include "index/archives/pickle_classes.h"
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace {
 
 using enum KnownClass;
 
-// Names of one module, separated by spaces in one text, which is split at start. One table row for
-// each name would make the source ten times as long. Names are never imported or called. Still,
-// names that could have an effect (eval, exec, getattr beyond enums, os, subprocess, importlib,
-// functools) are not listed, so that a stream with such a name is refused.
+// Names of one module, separated by spaces in one text, which is split at first use. One table row
+// for each name would make the source ten times as long. Names are never imported or called. Still,
+// names that could have an effect (eval, exec, os, subprocess, importlib, functools) are not
+// listed, so that a stream with such a name is refused.
 struct Group {
   std::string_view module;
   std::string_view names;
@@ -216,7 +216,8 @@ constexpr std::string_view kTrainerModules[] = {
 constexpr std::size_t kMaxClassNameBytes = 256;
 
 // Whether `name` can be a class of the module itself: one word that begins with a capital letter
-// after any underscores. The name of something that the module imported ("os.system") cannot.
+// after any underscores. A dotted name, of something that the module imported ("os.system"), is
+// refused.
 bool IsClassName(std::string_view name) {
   const std::size_t first = name.find_first_not_of('_');
   if (first == std::string_view::npos || name[first] < 'A' || name[first] > 'Z') return false;
@@ -263,8 +264,8 @@ const ClassRow* FindClassRow(std::string_view module, std::string_view name, Kno
       rows.begin(), rows.end(), wanted,
       [](const ClassRow& a, const ClassRow& b) { return OrderOf(a) < OrderOf(b); });
   if (at != rows.end() && at->module == module && at->name == name) return &*at;
-  // The limit on length bounds the work, because a stream may use one long text as a name every six
-  // bytes.
+  // The limit on length bounds the work: each six bytes of a stream can use one long memoized
+  // text as a name again.
   const bool short_enough =
       module.size() <= kMaxClassNameBytes && name.size() <= kMaxClassNameBytes;
   if (prefix != nullptr && short_enough && IsClassName(name) && IsModulePath(module)) {

@@ -9,8 +9,8 @@
 // PyTorch, Megatron-Core, OLMo-core, NumPy and the standard library, under every module path that a
 // release has written (pickle_classes.cc has the table with its sources).
 
-// A name that is not on the list is refused. A name on the list is accepted, but never looked up,
-// imported or called.
+// A name that is not on the list is refused, unless pickle::Options::unknown accepts it. No name is
+// ever looked up, imported or called.
 namespace tensormount::pickle {
 
 // One enumerator for each meaning. Names that moved between releases, or are used in the same way,
@@ -50,7 +50,7 @@ enum class KnownClass : std::uint8_t {
   // Functions that make tensors without plain rows of bytes: quantised, sparse, nested, meta,
   // wrapper subclasses.
   kRebuildOther,
-  kTorchOther,  // torch.Tensor, torch.nn.Parameter, torch.Generator, memory formats.
+  kTorchOther,  // torch.Tensor, torch.nn.Parameter, memory formats, DTensor and others.
   // Standard library
   // Containers and small values that every pickle may hold.
   kOrderedDict,
@@ -63,21 +63,22 @@ enum class KnownClass : std::uint8_t {
   kPath,
   kBytesIo,
   kCodecsEncode,  // Protocol 2 writes bytes as a call of this function.
-  kBuiltinType,   // builtins.int, float, str, list, tuple, bytearray, slice, range, complex
+  kBuiltinType,   // builtins.int, float, str, list, slice and others; collections.deque
   kDatetime,
   // NumPy
   // Arrays and generators in the states of objects. They are never read as tensors.
   kNumpyDtype,
-  kNumpyReconstruct,  // numpy[._]core.multiarray._reconstruct, scalar, numpy.ndarray
-  kNumpyRng,          // The state of a generator.
+  kNumpyReconstruct,  // numpy.ndarray, numpy.core.multiarray._reconstruct, scalar
+  kNumpyRng,          // Classes and constructors of random number generators.
   // Megatron-Core, OLMo-core and other trainers: plain records that are not interpreted.
   kTrainerRecord,
 };
 
-// Whether `module`, of a name that is not in the table, belongs to another package. Python's own
-// modules do not, because their functions could change objects that the stream made before. numpy,
-// tensormount and torch do not, because their names are in the table; but torch's modules and
-// optimizers do, because they are plain classes.
+// Whether a name of `module` that is not in the table belongs to another package, so that
+// kForeignClasses keeps it. Names of Python's own modules do not, because their functions could
+// change objects that the stream made before. Names of numpy, torch and tensormount do not, because
+// the table has all allowed names of these packages; but classes of torch.nn.modules and
+// torch.optim do, because they are plain classes.
 bool IsForeignName(std::string_view module);
 
 // The name of a pickle opcode that Python knows and no checkpoint uses. Empty for all other bytes.

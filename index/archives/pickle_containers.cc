@@ -12,8 +12,9 @@
 
 namespace tensormount::pickle {
 
-// Free lists by power of two, linked through the first value of each array. Only arrays whose size
-// is a power of two are reused, because growing requests no other sizes.
+// Free lists by power of two, linked through the first value of each array. Only a request for a
+// power of two is served from a free list; a container that grows makes no other requests after its
+// first.
 Value* ContainerMaker::TakeArray(std::size_t n) {
   const auto size_class = static_cast<std::size_t>(std::bit_width(n) - 1);
   if (std::has_single_bit(n) && free_[size_class] != nullptr) {

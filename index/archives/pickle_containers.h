@@ -102,8 +102,7 @@ class ContainerMaker {
   Arena& arena_;
   // The dicts that get an index, each listed once.
   BudgetedArray<Container*> large_;
-  // Outgrown arrays for reuse, by size class. Because of the reuse, a growing container allocates
-  // at most twice the size of its largest array.
+  // Outgrown arrays for reuse: entry k links arrays of at least 2^k and less than 2^(k+1) values.
   std::array<Value*, 48> free_{};
 };
 

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kMaxText = 80;        // Bytes of one text that are shown.
 constexpr std::size_t kMaxShownDepth = 40;  // Deepest level that is shown.
-constexpr std::size_t kMaxInline = 16;      // Items of a tuple of numbers on one line.
+constexpr std::size_t kMaxInline = 16;      // Most items of a tuple that is shown on one line.
 
 std::string QuotedStart(std::string_view text) {
   return '"' + ShownName(text.substr(0, kMaxText)) + (text.size() > kMaxText ? "\"..." : "\"");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The machine that reads a pickle: pickle::Parse of pickle.h. It has a stack, a memo and marks like
-// Python's unpickler, and handles the opcodes that checkpoints use. All other opcodes are refused
-// by name. The machine makes values and calls nothing, so a hostile pickle is either refused or
+// Python's unpickler, and handles the opcodes that checkpoints use. All other opcodes are refused.
+// The machine makes values and calls nothing, so a hostile pickle is either refused or
 // uses a bounded amount of memory.
 //
 // Step() reads one opcode and changes the stack. A step that fails sets status_ and returns false,
@@ -86,7 +86,7 @@ class Machine {
   std::size_t Free() { return stack_.size() - floor_; }
   bool CheckStack(std::size_t n) { return n <= Free() || TooFew(n); }
   [[gnu::cold, gnu::noinline]] bool TooFew(std::size_t n) {
-    return Damaged("takes " + std::to_string(n) + " values, but the stack has " +
+    return Damaged("an operation takes " + std::to_string(n) + " values, but the stack has " +
                    std::to_string(Free()));
   }
   // Removes the last mark; `first` is the position of the first value above it.
@@ -205,10 +205,10 @@ class Machine {
     return !made_new || !IsTensorFunction(callee.known()) ||
            Damaged("creates a new object of " + FullName(callee) + ", which is a function");
   }
-  // Copies the items of the argument into the new object, as they are at this moment, for calls of
-  // OrderedDict, dict, Counter and defaultdict. The items are the second argument of a defaultdict,
-  // after its factory, and the only argument of the others. A SimpleNamespace takes no positional
-  // arguments.
+  // Copies the items of the argument into the new object, as they are at this moment, for calls
+  // of OrderedDict, dict, Counter and defaultdict. The items are the second argument of a
+  // defaultdict, after its factory, and the only argument of the others. Calls of other dict-like
+  // classes (kDictLike: SimpleNamespace) with positional arguments are refused.
   bool TakeItems(const Value& object, const Value& args) {
     const bool dict = IsPythonDict(object);
     const bool makes_values = object.Is(KnownClass::kDefaultDict);
@@ -281,8 +281,8 @@ class Machine {
            (newobj || args.size() == 0 || TakeItems(stack_.back(), args));
   }
 
-  // Makes an object of a class with keyword arguments. They become one additional last argument, a
-  // dict. Listings show it, and no adapter reads it.
+  // Makes an object of a class with keyword arguments. The keyword arguments become one
+  // additional last argument, a dict, which listings show. No reader of a format uses this dict.
   bool NewobjEx() {
     if (!CheckStack(3)) return false;
     const Value named = stack_.back();
@@ -389,8 +389,8 @@ class Machine {
   }
 
   // --- Names ---
-  // Pushes a name. A name that is allowed only because of its module gets a class row in the arena,
-  // whose texts point into the stream.
+  // Pushes a name. An accepted name that is not in the table gets a class row in the arena, whose
+  // texts point into the stream.
   bool Name(std::string_view module, std::string_view name) {
     KnownClass prefix = KnownClass::kUnknown;
     const ClassRow* row = FindClassRow(module, name, &prefix);
@@ -428,7 +428,7 @@ class Machine {
     const Value name = stack_.back();
     const Value module = stack_[stack_.size() - 2];
     if (name.kind() != Kind::kString || module.kind() != Kind::kString) {
-      return Damaged("STACK_GLOBAL of values that are not strings");
+      return Damaged("the arguments of STACK_GLOBAL are not strings");
     }
     stack_.Shrink(stack_.size() - 2);
     return Name(module.text(), name.text());
@@ -554,7 +554,7 @@ inline bool Machine::Step() {
   switch (op) {
     case 0x80:  // PROTO
       return Proto();
-    case 0x95: {  // FRAME: only a hint for readers of pipes.
+    case 0x95: {  // FRAME: its length is only a hint for buffered readers.
       std::uint64_t length = 0;
       return Number(length) && CheckBytes(length);
     }

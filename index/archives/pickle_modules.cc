@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// IsForeignName of pickle_classes.h, with a sorted list of Python's own modules
+// IsForeignName of pickle_classes.h, with a list of Python's own modules
 // (sys.stdlib_module_names of 3.10 to 3.13, and the Python 2 names in pickles of protocol 2).
 #include <algorithm>
 #include <array>
@@ -327,7 +327,7 @@ bool IsForeignName(std::string_view module) {
     return module.starts_with("torch.nn.modules.") || module.starts_with("torch.optim.");
   }
   if (package.empty() || package == "numpy" || package == "tensormount") return false;
-  // __main__ is the program that saved the checkpoint.
+  // __main__ is the program that saved the checkpoint, so its classes are foreign, too.
   return package == "__main__" ||
          std::ranges::find(kPythonModules, package) == std::end(kPythonModules);
 }

@@ -40,9 +40,9 @@ struct ClassRow {
   std::string_view name;
   KnownClass known = KnownClass::kUnknown;
 };
-// The table row of a name; null if the name is not in the table. If its module as a whole is
-// allowed, `*prefix` is then set to the meaning of the module's names. Table rows live as long as
-// the program.
+// The table row of a name; null if the name is not in the table. If the name is not in the table,
+// but its module allows every class name, `*prefix` is set to the meaning of those names. Table
+// rows live as long as the program.
 const ClassRow* FindClassRow(std::string_view module, std::string_view name, KnownClass* prefix);
 
 // Layout of a tuple or object. Three values can share one array of integers: (1, 2) is a kTuple of
@@ -67,8 +67,8 @@ struct Container {
   Value* items = nullptr;
   std::uint32_t count = 0;  // Number of values. A dict has two for each pair.
   std::uint32_t capacity = 0;
-  // Whether Python copied the dict into an object. The copy would not have later changes of the
-  // dict.
+  // Whether the dict is the state in a BUILD. Python copies the items of that dict into an object,
+  // so the parser refuses later changes of the dict (Machine::NoteCopied).
   bool copied = false;
 };
 
@@ -104,7 +104,7 @@ std::uint64_t HashKey(std::string_view key);
 
 // Allocates the memory of a document, and frees it only when the document is destroyed. Not
 // thread-safe: one parse writes the arena, and afterwards it is only read. The limit counts the
-// memory taken from the system, so it bounds the memory of the process.
+// memory taken from the system, so it bounds the memory of one parse.
 class Arena {
  public:
   Arena() = default;
@@ -156,7 +156,8 @@ struct Document::Rep {
   std::size_t consumed = 0;
 };
 
-// Makes and reads the two words of a Value. The only friend of Value and Document.
+// Makes and reads the two words of a Value. A friend of Value and Document, so that only the files
+// of the parser reach their private parts.
 struct Access {
   static Value Make(Kind kind, std::uint64_t bits, std::uint64_t length = 0,
                     Form form = Form::kPlain) {

@@ -2,7 +2,7 @@
 // The zip archives that torch.save writes (torch_archive.h): their entries, the pickle, and the
 // storages as byte ranges.
 //
-//   PREFIX/data.pkl     the pickle: what torch.save was given, storages as persistent ids
+//   PREFIX/data.pkl     the pickle of the saved object, with storages as persistent ids
 //   PREFIX/data/0 ...   one stored entry a storage: raw elements
 //   PREFIX/byteorder    "little" or "big"; older releases did not write it
 //   PREFIX/version      the version of the format as text; PREFIX/.data/version takes precedence
@@ -30,11 +30,12 @@
 namespace tensormount {
 namespace {
 
-// Most bytes of an object that DescribeObject reads.
+// Largest pickle, and largest object that is not an archive, that DescribeObject reads.
 constexpr std::uint64_t kMaxDescribed = std::uint64_t{64} << 20;
 constexpr std::uint32_t kTorchLocalSignature = 0x04034b50;
 constexpr std::string_view kPickleName = "data.pkl";
-// torch writes three small entries after data.pkl, of 64 to 200 bytes each.
+// Bytes after data.pkl that are read together with data.pkl. torch writes three small entries
+// there, of 64 to 200 bytes each.
 constexpr std::uint64_t kReadBehindPickle = 1024;
 
 Status At(const File& file, std::uint64_t begin, const Status& status) {
@@ -99,7 +100,7 @@ std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
   std::vector<std::string> lower;
   lower.reserve(zip.entries().size());
   for (const ZipEntry& entry : zip.entries()) {
-    if (!entry.name.starts_with(prefix)) return "one of its entries is outside of " + prefix;
+    if (!entry.name.starts_with(prefix)) return "an entry of the archive is outside of " + prefix;
     std::string name = entry.name.substr(prefix.size());
     const std::string exact = name;
     for (char& c : name) {
@@ -108,15 +109,16 @@ std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
     const bool known =
         std::ranges::find(kLookedFor, std::string_view(name)) != std::end(kLookedFor);
     if ((known && name != exact) || (name.starts_with("data/") && !exact.starts_with("data/"))) {
-      return "the name of one of its entries differs from " + name.substr(0, 100) + " only in case";
+      return "the name of an entry of the archive differs from " + name.substr(0, 100) +
+             " only in case";
     }
     lower.push_back(std::move(name));
   }
   std::ranges::sort(lower);
   const auto twice = std::ranges::adjacent_find(lower);
-  return twice == lower.end()
-             ? std::string()
-             : "two of its entries are named " + twice->substr(0, 100) + ", if case is ignored";
+  return twice == lower.end() ? std::string()
+                              : "two entries of the archive are named " + twice->substr(0, 100) +
+                                    ", if case is ignored";
 }
 
 Status CheckLocalLengths(File& file, std::uint64_t begin, std::uint64_t length) {
@@ -157,7 +159,8 @@ Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::ui
                                               " bytes, over the limit of " +
                                               std::to_string(options.max_bytes));
   }
-  // The read also covers the entries after data.pkl: in archives that torch wrote, byteorder.
+  // The read also covers the entries after data.pkl; in archives that torch wrote, byteorder is
+  // one of them.
   const std::uint64_t pickle_end = pickled->offset + pickled->size;
   const std::uint64_t behind = std::min(kReadBehindPickle, begin + length - pickle_end);
   std::string bytes(static_cast<std::size_t>(pickled->size + behind), '\0');

@@ -42,12 +42,12 @@ struct StoredTensor {
 // headers and data.pkl, but no storages.
 class TorchArchive {
  public:
-  // Reads an archive. kDataLoss and kUnsupported as ZipArchive::Read and pickle::Parse return them.
-  // Also kDataLoss if data.pkl is missing or fails its CRC, if entries lie outside of the directory
-  // of data.pkl, or if names differ only in case: of two entries, or of an entry and a name that
-  // torch looks for (torch ignores case). Also kUnsupported if byteorder is "big" (a missing entry
-  // means little), if `version` is missing or unknown (torch refuses both), or if the archive is a
-  // TorchScript program.
+  // Reads an archive. kDataLoss and kUnsupported as ZipArchive::Read and pickle::Parse return
+  // them. Also kDataLoss if data.pkl is missing or fails its CRC, if an entry lies outside of the
+  // directory of data.pkl, or if the name of an entry differs only in case from another entry or
+  // from a name that torch looks for (torch ignores case). Also kUnsupported if byteorder is
+  // "big" (a missing entry means little), if `version` is missing or unknown (torch refuses
+  // both), or if the archive is a TorchScript program.
   static Result<TorchArchive> Read(File& file, std::uint64_t begin, std::uint64_t length,
                                    const pickle::Options& options = {});
 
@@ -75,8 +75,8 @@ class TorchArchive {
 Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_t length);
 
 // A description of an object's bytes for people. For a torch archive or a bare pickle: the listing
-// of the pickle (pickle::Describe). For other bytes: one line that says what they are. Reads at
-// most 64 MiB.
+// of the pickle (pickle::Describe). For other bytes: one line that says what they are. A
+// pickle over 64 MiB is not listed.
 Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_t length);
 
 }  // namespace tensormount

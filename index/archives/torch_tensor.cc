@@ -61,8 +61,11 @@ Result<Dims> DimsOf(const Value& value, std::string_view what) {
 // kUnsupported if the stream changes the tensor after the call that made it: BUILD may run set_(),
 // which replaces the bytes, and setting items assigns elements.
 Status CheckUntouched(const Value& object) {
-  if (object.built()) return UnsupportedTensor("the state is set again after it was created");
-  if (object.size() > 0) return UnsupportedTensor("items are added to it after it was created");
+  if (object.built())
+    return UnsupportedTensor(
+        "the pickle sets the state of the tensor again after the tensor was created");
+  if (object.size() > 0)
+    return UnsupportedTensor("the pickle adds items to the tensor after the tensor was created");
   return Status();
 }
 
@@ -89,11 +92,12 @@ Status CheckAttributes(const Value& state) {
   for (std::size_t part = 0; part < (pair ? 2u : 1u); ++part) {
     const Value names = pair ? state.item(part) : state;
     if (names.kind() == Kind::kNone) continue;
-    if (names.kind() != Kind::kDict) return UnsupportedTensor("the state is not a dict");
+    if (names.kind() != Kind::kDict)
+      return UnsupportedTensor("the state of the tensor is not a dict");
     for (std::size_t i = 0; i < names.size(); ++i) {
       const Value name = names.key(i);
       if (name.kind() != Kind::kString || IsTensorAttribute(name.text())) {
-        return UnsupportedTensor("the state sets attributes of torch.Tensor itself");
+        return UnsupportedTensor("the state of the tensor sets attributes of torch.Tensor itself");
       }
     }
   }
@@ -162,13 +166,13 @@ Result<Call> Unwrap(const Value& value) {
       case KnownClass::kRebuildTensorV3:
         return found(at.callee(), args);
       case KnownClass::kRebuildOther:
-        return UnsupportedTensor("made by " + NameOf(at.callee()) +
+        return UnsupportedTensor("the tensor is made by " + NameOf(at.callee()) +
                                  ", which does not store plain rows of elements");
       case KnownClass::kRebuildParameter: {
         // (data, requires_grad, hooks[, state])
         const bool with_state = at.callee().name() == "_rebuild_parameter_with_state";
         if (args.size() != (with_state ? 4u : 3u))
-          return Damaged("a parameter with the wrong number of arguments");
+          return Damaged("the call that makes the parameter has the wrong number of arguments");
         TENSORMOUNT_ASSIGN_OR_RETURN(const bool grad, RequiresGrad(args.item(1)));
         requires_grad = requires_grad || grad;
         if (with_state) TENSORMOUNT_RETURN_IF_ERROR(CheckAttributes(args.item(3)));
@@ -179,7 +183,7 @@ Result<Call> Unwrap(const Value& value) {
         // (function, type, its arguments, state)
         if (args.size() != 4 || args.item(0).kind() != Kind::kGlobal ||
             args.item(1).kind() != Kind::kGlobal || args.item(2).kind() != Kind::kTuple) {
-          return Damaged("a subclass with the wrong arguments");
+          return Damaged("the call that makes the tensor subclass has the wrong arguments");
         }
         const std::string_view type = args.item(1).name();
         if (args.item(1).known() != KnownClass::kTorchOther ||
@@ -193,19 +197,20 @@ Result<Call> Unwrap(const Value& value) {
           case KnownClass::kRebuildTensorV3:
             return found(args.item(0), args.item(2));
           default:
-            return UnsupportedTensor("made by " + NameOf(args.item(0)) +
+            return UnsupportedTensor("the tensor is made by " + NameOf(args.item(0)) +
                                      ", which is not supported");
         }
       }
       default:
-        return Damaged("made by " + NameOf(at.callee()) + ", which does not make tensors");
+        return Damaged("the tensor is made by " + NameOf(at.callee()) +
+                       ", which does not make tensors");
     }
   }
-  return Damaged("not made by a function that makes tensors");
+  return Damaged("the value is not made by a function that makes tensors");
 }
 
-// The element type of a storage class such as "FloatStorage". Empty for untyped bytes. Quantised
-// classes are not in the list.
+// The element type of a storage class such as "FloatStorage". Empty for untyped bytes. Other
+// classes, such as the quantised ones, are refused.
 Result<std::string_view> StorageDType(std::string_view name) {
   constexpr std::pair<std::string_view, std::string_view> kNames[] = {
       {"DoubleStorage", "float64"},
@@ -225,7 +230,7 @@ Result<std::string_view> StorageDType(std::string_view name) {
   for (const auto& [storage, dtype] : kNames) {
     if (storage == name) return dtype;
   }
-  return UnsupportedTensor("stored in a " + std::string(name) +
+  return UnsupportedTensor("the tensor is stored in a " + std::string(name) +
                            ", whose elements are not plain numbers");
 }
 
@@ -236,7 +241,8 @@ struct Storage {
 };
 
 // Decodes the persistent id ('storage', class, key, location, count). The location ("cpu",
-// "cuda:0") is ignored, because it does not affect the bytes in the file.
+// "cuda:0") does not affect the bytes in the file, so it is ignored, except "meta", which is
+// refused.
 Result<Storage> StorageOf(const Value& value) {
   if (value.kind() != Kind::kPersistent || value.args().kind() != Kind::kTuple) {
     return Damaged("the storage is not a valid storage reference");
@@ -249,7 +255,7 @@ Result<Storage> StorageOf(const Value& value) {
     return Damaged("the storage is not a valid storage reference");
   }
   if (id.item(3).kind() == Kind::kString && id.item(3).text() == "meta") {
-    return UnsupportedTensor("on the device meta, which has no bytes");
+    return UnsupportedTensor("the tensor is on the device meta, so it has no bytes");
   }
   Storage out;
   out.key = std::string(id.item(2).text());
@@ -263,7 +269,8 @@ Result<Storage> StorageOf(const Value& value) {
 Status CheckViewBits(const Value& metadata) {
   if (metadata.kind() == Kind::kNone) return Status();
   if (metadata.kind() == Kind::kDict && metadata.size() == 0) return Status();
-  return UnsupportedTensor("a lazy view (conj, neg) whose bytes are not its values");
+  return UnsupportedTensor(
+      "the tensor is a lazy view (conj, neg), so its bytes are not its values");
 }
 
 // Limits how often a view repeats the elements of a storage, because a stream of 100 bytes may
@@ -276,9 +283,9 @@ Status CheckExpansion(std::int64_t volume, std::int64_t item_bytes, std::uint64_
   if (!shown) return Damaged("the size in bytes overflows");
   const auto bytes = static_cast<std::uint64_t>(*shown);
   if (bytes <= kSmall || bytes / kMaxTimes <= storage_bytes) return Status();
-  return UnsupportedTensor("a view that expands its storage of " + std::to_string(storage_bytes) +
-                           " bytes to " + std::to_string(bytes) + ", over " +
-                           std::to_string(kMaxTimes) + " times as many");
+  return UnsupportedTensor("the tensor is a view that expands its storage of " +
+                           std::to_string(storage_bytes) + " bytes to " + std::to_string(bytes) +
+                           ", over " + std::to_string(kMaxTimes) + " times as many");
 }
 
 // Sets strides, offset, length and packed of a view whose dtype and shape are set. Strides are not
@@ -335,8 +342,8 @@ Result<DType> TorchDType(std::string_view name) {
   if (name == kPairOfF4) return DType::kF4;
   const Result<DType> found = DTypeFromName("torch." + std::string(name));
   if (found.ok()) return found;
-  return UnsupportedTensor("of dtype torch." + std::string(name.substr(0, 64)) +
-                           ", which is not supported");
+  return UnsupportedTensor("the dtype torch." + std::string(name.substr(0, 64)) +
+                           " is not supported");
 }
 
 bool IsTorchTensor(const Value& value) {
@@ -419,7 +426,8 @@ Result<TorchTensor> TorchTensorOf(const Value& value) {
   if (pairs) {
     const int last = out.view.shape.rank() - 1;
     if (last < 0 || !out.view.packed) {
-      return UnsupportedTensor("of dtype torch.float4_e2m1fn_x2 and not in row-major order");
+      return UnsupportedTensor(
+          "the tensor has dtype torch.float4_e2m1fn_x2, but is not in row-major order");
     }
     const std::optional<std::int64_t> doubled = CheckedMul(out.view.shape[last], std::int64_t{2});
     if (!doubled) return Damaged("the shape overflows");

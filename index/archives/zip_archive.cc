@@ -10,8 +10,8 @@
 //
 // The archive is read from its end: the end record locates the central directory, which locates the
 // local headers. Offsets in these records count from the start of the archive, which may be in the
-// middle of a file (.distcp). Local headers are fetched together, so that a remote file costs three
-// round trips: the end, the central directory, the local headers.
+// middle of a file (.distcp). Local headers are fetched together, so that a remote file usually
+// costs three round trips: the end, the central directory, the local headers.
 #include "index/archives/zip_archive.h"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ constexpr std::size_t kEndBytes = 22;
 constexpr std::size_t kEnd64Bytes = 56;
 constexpr std::size_t kLocator64Bytes = 20;
 constexpr std::size_t kMostDescriptor = 24;
-constexpr std::uint32_t kIn64 = 0xffffffff;  // The value is in the zip64 field.
+constexpr std::uint32_t kIn64 = 0xffffffff;  // Means that the value is in the zip64 field.
 constexpr std::uint16_t kIn64Short = 0xffff;
 // Limit of the central directory: room for several hundred thousand entries. torch writes one for
 // each storage.
@@ -82,9 +82,9 @@ std::string_view NameFault(std::string_view name) {
   return {};
 }
 
-// Reads small records with few reads. The first call reads an archive of up to 4 KiB as a whole. In
-// a larger archive a call reads at least 4 KiB from the requested offset, so that neighbouring
-// headers come together, unless Fetch has read them already.
+// Reads small records with few reads. The first Get reads an archive of up to 4 KiB as a whole. In
+// a larger archive Get reads at least 4 KiB from the requested offset, so that neighbouring headers
+// come together, unless Fetch has read the requested bytes already.
 class Window {
  public:
   Window(File& file, std::uint64_t begin, std::uint64_t length)
@@ -333,7 +333,7 @@ Status ZipReader::ReadEnd64(std::uint64_t end, bool needed) {
     if (here != count || (count_ != kIn64Short && count_ != count) ||
         (directory_bytes_ != kIn64 && directory_bytes_ != bytes) ||
         (directory_ != kIn64 && directory_ != directory)) {
-      return Damaged("the two end records disagree");
+      return Damaged("the end record and the zip64 end record disagree");
     }
     count_ = count;
     directory_bytes_ = bytes;
@@ -372,7 +372,7 @@ Status ZipReader::ReadCentral(std::string_view& left) {
   const char* p = left.data();
   if (left.size() < kCentralBytes || LoadLittle<std::uint32_t>(p) != kCentralSignature) {
     return Damaged("entry " + std::to_string(entries_.size()) +
-                   " of its central directory is invalid");
+                   " of the central directory is invalid");
   }
   const std::size_t name_bytes = LoadLittle<std::uint16_t>(p + 28);
   const std::size_t extra_bytes = LoadLittle<std::uint16_t>(p + 30);
@@ -455,7 +455,7 @@ Status ZipReader::ReadLocals() {
 // descriptor that may precede it. Returns the position in `order` after the last entry fetched.
 std::size_t ZipReader::FetchLocals(std::span<const std::uint32_t> order, std::size_t from) {
   constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 20;
-  // torch pads extra fields to 64 bytes.
+  // torch pads extra fields so that contents begin at multiples of 64 bytes.
   constexpr std::uint64_t kExtraBytes = 128;
   std::vector<ByteRange> ranges;
   std::uint64_t bytes = 0;

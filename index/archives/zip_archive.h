@@ -32,13 +32,13 @@ class ZipArchive {
  public:
   // Reads the archive in bytes [begin, begin + length) of the file, beginning at its end: end
   // record, zip64 locator and record if present, central directory, then every local header.
-  // kUnsupported for compressed or encrypted entries, which the message names, and for several
-  // disks.
-  // kDataLoss for contradictions: between end records (the last signature counts) or counts;
-  // between local and central header of an entry (name, method, flags; also sizes and CRC, or, with
-  // flag bit 3, those of the data descriptor). Also kDataLoss for entries that overlap or lie
-  // outside of the archive, for duplicate or unsafe names (absolute, "..", NUL, backslash), and for
-  // a central directory over 64 MiB or with a wrong number of entries.
+  // kUnsupported for compressed or encrypted entries, which the message names, and for archives on
+  // several disks.
+  // kDataLoss for contradictions: between the two end records; between the local and the central
+  // header of an entry (name, method, flags; also sizes and CRC, or, with flag bit 3, those of
+  // the data descriptor). Also kDataLoss for entries that overlap or lie outside of the archive,
+  // for duplicate or unsafe names (absolute, "..", NUL, backslash), and for a central directory
+  // over 64 MiB or with a wrong number of entries.
   static Result<ZipArchive> Read(File& file, std::uint64_t begin, std::uint64_t length);
 
   // All entries, sorted by name.

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adoption of a foreign checkpoint (adopt.h): its records are published as a checkpoint, with
-// hashes of its bytes.
+// AdoptSource of adopt.h: publishes the records of a foreign checkpoint in a store, with hashes of
+// the data. The data stay in the foreign files.
 //
-// Before anything is written to the store, pending items are located and all tensors are checked to
-// be complete. Then a staging directory is made, all bytes are read once for hashes (not with
-// `--quick`), one manifest is written, and the store publishes as for a save. The checkpoint has no
-// data files: every record refers to the foreign files below info.root.
+// Before anything is written to the store, all pending items are located and all tensors are
+// checked to be complete. Then a staging directory is made, all data are read once for hashes
+// (unless AdoptOptions::hashes is false), one manifest is written, and the store publishes as for a
+// save. The new checkpoint has no data files of its own: all records refer to the foreign files
+// below info.root.
 #include "index/foreign/adopt.h"
 
 #include <algorithm>
@@ -24,13 +25,13 @@
 namespace tensormount {
 namespace {
 
-// The only manifest of an adopted checkpoint. It has the leaf hashes of all ranges, in the order of
-// RangesOf.
+// The only manifest of an adopted checkpoint. It contains all records and, if hashes were computed,
+// the leaf hashes of all stored ranges in the order of RangesOf.
 constexpr std::string_view kAdoptedManifest = "manifest/adopted.tmm";
 
-// The records of the source, with all pending items located. Tensors are processed in parallel,
-// because each item costs a few small reads. Each task writes only to its own tensor, so no lock is
-// needed.
+// Returns the records of the source with all pending items located. Tensors are processed in
+// parallel, because locating an item takes a few small reads. Each task writes only to its own
+// tensor, so no lock is needed.
 Result<Inventory> ResolvedInventory(const OpenedCheckpoint& foreign, int threads) {
   const CheckpointIndex& index = foreign.index();
   TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, index.ToInventory());
@@ -82,8 +83,8 @@ class ChunkHasher {
   }
 
  private:
-  // Takes the hashes of a range from a thread of the scan. The first failure ends the adoption,
-  // because a checkpoint without some hashes must not be published.
+  // Stores the hashes of one range; called on a thread of the scan. An error here ends the
+  // adoption, because a checkpoint must not be published with hashes missing.
   Status Take(const ScanRange& range, const ScanFinding& found, std::uint64_t first_leaf,
               Hash128& root) {
     if (!found.failure.ok()) {
@@ -104,13 +105,13 @@ class ChunkHasher {
     return Status();
   }
 
-  // Writes the hashes into the records. `roots` and `first_leaves`: in the order of RangesOf. An
-  // extent table cannot be changed in place, so each is made again.
+  // Writes the hashes into the records. `roots` and `first_leaves` are in the order of RangesOf.
+  // The rows of an extent table cannot be changed, so each table is built again.
   Status Record(const std::vector<Hash128>& roots, const std::vector<std::uint64_t>& first_leaves) {
     std::size_t i = 0;
     for (std::size_t t = 0; t < inventory_.tensors.size(); ++t) {
       TensorRecord& tensor = inventory_.tensors[t];
-      // The number of axes and the format of table rows (wide rows have strides) stay the same.
+      // A wide table has strides in every row.
       ExtentTable hashed(tensor.extents.rank(), tensor.extents.wide());
       for (std::size_t row = 0; row < tensor.extents.size(); ++row, ++i) {
         TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(row));
@@ -140,8 +141,9 @@ class ChunkHasher {
   std::vector<std::atomic<Crc64>> digests_;
 };
 
-// Removes hashes that the records of the source may have, because they refer to leaf hashes in
-// manifests that the new checkpoint does not have. Used with `--quick`.
+// Removes the hashes that the records of the source may have: these hashes refer to leaf hashes in
+// manifests of the source, which the new checkpoint does not have. Used if AdoptOptions::hashes is
+// false.
 Status DropHashes(Inventory& inventory) {
   for (TensorRecord& tensor : inventory.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ChunkRecord> chunks, tensor.extents.All());
@@ -164,9 +166,9 @@ Status DropHashes(Inventory& inventory) {
   return Status();
 }
 
-// Writes the manifest and publishes. Producer, root and common values are passed to Store::Publish,
-// as by rank 0 of a save; all other records go into the manifest. mtimes are 0, because the store
-// takes them from the parent.
+// Writes the manifest and publishes. As in a save, producer, root and common values are passed to
+// Store::Publish, and all other records go into the manifest. The mtimes are 0, because
+// Store::Publish decides them (DecideMtimes).
 Result<Store::Published> PublishAdopted(FileSystem& fs, Inventory inventory, Store& store,
                                         const Staging& staging, std::span<const Hash128> leaves,
                                         const AdoptOptions& options) {
@@ -214,7 +216,7 @@ Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& for
                                               ": has its own data files, so there is nothing to "
                                               "adopt; use `tensormount import` to copy it");
   }
-  // The key map is checked before the files are read, because it may be refused.
+  // The key map is checked before the slow reads below, because an invalid map fails the adoption.
   std::optional<KeyRenames> renames;
   if (options.map) {
     TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(index, *options.map));
@@ -233,8 +235,8 @@ Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& for
     return PublishAdopted(fs, std::move(inventory), store, staging, leaves, options);
   };
   Result<Store::Published> published = steps();
-  // Removes the staging directory; not after kUnknown, which means that the checkpoint may have
-  // been published.
+  // Moves the staging directory away, except after kUnknown: then the checkpoint may have been
+  // published.
   if (!published.ok() && published.status().code() != Code::kUnknown) {
     (void)store.AbortOrDecide(staging);
   }

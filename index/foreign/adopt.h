@@ -22,22 +22,22 @@ struct AdoptOptions {
   bool hashes = true;
   IfExists if_exists = IfExists::kFail;
   int threads = 0;  // 0 means one for each core.
-  // Reports progress, and can stop the adoption until all data are hashed. May be empty.
+  // Receives the progress while data are hashed, and can cancel the adoption then. May be empty.
   Watch watch;
   // New names for keys; null keeps the names of the source. The adopted checkpoint stores only the
   // new names.
   std::shared_ptr<const KeyMap> map;
 };
 
-// Whether a source can be adopted. kInvalidArgument for a tensormount checkpoint: if another store
-// referred to its data, gc of the first store would break the second. kUnsupported: the data are
-// not local files.
+// Checks whether a source can be adopted. kInvalidArgument: the source is a tensormount checkpoint;
+// if another store referred to its data, gc of the first store would delete data of the second.
+// kUnsupported: the data are not local files.
 Status CheckIsForeign(const OpenedCheckpoint& source);
 
-// Publishes a foreign checkpoint (OpenedCheckpoint::OpenForeign) as STORE/NAME: only records are
-// written, and the data stay in their files (docs/format.md, "Foreign files"). Items whose bytes
-// were not located yet are located first. On failure the staging directory is removed. Errors,
-// besides those of Store::Begin and Store::Publish:
+// Publishes a foreign checkpoint (OpenedCheckpoint::OpenForeign) as STORE/NAME. Only records are
+// written; the data stay in their files (docs/format.md, "Foreign files"). Pending items are
+// located first. On failure the staging directory is moved away. Errors, besides those of
+// Store::Begin and Store::Publish:
 //   kInvalidArgument   `foreign` has data files of its own
 //   kDataLoss          a tensor is incomplete (names the box), or a file is too short
 //   kStale             a file changed during the adoption

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// CommonFromPickle of foreign.h. Converts values that CommonValue can represent: None, bool, int,
-// float, str, bytes, tuples, lists, dicts with string or integer keys, and objects of dict classes.
-// If a value contains anything else (a set, a class, a tensor, a call), the result is nullopt for
-// the whole value, because a partial value would look complete. Callers that accept a part, as of
-// Megatron's `args`, convert its items one by one.
+// CommonFromPickle of foreign.h. Converts the values that CommonValue can represent: None, bool,
+// int, float, str, bytes, paths, tuples, lists, dicts with string or integer keys, and objects of
+// dict classes. If a value contains anything else (a set, a class, a tensor, a call), the result is
+// nullopt for the whole value, because a partial value would look complete. Callers that accept a
+// part (such as of Megatron's `args`) convert the items one by one.
 //
 // A pickle value may contain another value many times, recursively, so the size of the result is
 // limited, not only that of the pickle.
@@ -99,8 +99,8 @@ class Converter {
     return CommonValue(std::move(out));
   }
 
-  // Converts a dict key. CommonKey has only strings and integers; a bool is not converted to an
-  // integer, which would be another key.
+  // Converts a dict key. CommonKey has only strings and integers. A bool is refused, because it
+  // must not become an integer.
   std::optional<CommonKey> Key(const Value& key) {
     if (key.kind() == Kind::kInt) return CommonKey(key.integer());
     if (key.kind() != Kind::kString || !Take(key.text().size())) return std::nullopt;
@@ -124,15 +124,14 @@ class Converter {
   }
 
   std::optional<CommonValue> Object(const Value& value, int depth) {
-    // Objects whose arguments are not a tuple are not converted.
     if (value.args().kind() != Kind::kTuple) return std::nullopt;
     if (value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter) ||
         value.Is(KnownClass::kDefaultDict) || value.Is(KnownClass::kDictLike)) {
-      // The items that the dict was made from are among its pairs.
+      // The pairs of an OrderedDict include the items that its constructor was called with.
       CommonDict dict;
-      // A Namespace has its attributes in its state, which the pickle sets with BUILD. The state of
-      // an OrderedDict has attributes besides its items, which no trainer uses: it must be a dict,
-      // and is left out.
+      // The attributes of a Namespace are in its state, which the pickle sets with BUILD. They are
+      // converted. Attributes of an OrderedDict are not converted, because no trainer uses them. A
+      // state that is not a dict is refused.
       const bool bag = value.Is(KnownClass::kDictLike) && value.built();
       if (value.built() && value.state().kind() != Kind::kDict) return std::nullopt;
       if ((bag && !AddPairs(value.state(), depth, dict)) || !AddPairs(value, depth, dict)) {
@@ -158,8 +157,8 @@ class Converter {
     return CommonValue(path.empty() ? std::string(".") : std::move(path));
   }
 
-  // Converts _codecs.encode('text', 'latin1') to bytes, one for each character. Python writes bytes
-  // so in protocol 2, the default of torch.save, which has no opcode for bytes.
+  // Converts _codecs.encode('text', 'latin1') to one byte for each character. Python writes bytes
+  // in this form in protocol 2 (the default of torch.save), which has no opcode for bytes.
   std::optional<CommonValue> Encoded(const Value& args) {
     if (args.size() != 2 || args.item(0).kind() != Kind::kString ||
         args.item(1).kind() != Kind::kString || args.item(1).text() != "latin1") {
@@ -174,7 +173,8 @@ class Converter {
         bytes += text[i];
         continue;
       }
-      // The text is valid UTF-8; U+0080 to U+00FF are two bytes, the first of which is C2 or C3.
+      // The text is valid UTF-8. U+0080 to U+00FF take two bytes, the first of which is C2 or C3;
+      // larger characters are not latin1.
       if ((c != 0xC2 && c != 0xC3) || i + 1 >= text.size()) return std::nullopt;
       const auto next = static_cast<unsigned char>(text[++i]);
       bytes += static_cast<char>(((c & 3) << 6) | (next & 0x3F));

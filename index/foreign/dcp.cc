@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.distributed.checkpoint, a ForeignFormat of format.h: a pickle named .metadata, which
-// locates the items in *.distcp files, and the additions of Megatron-Core (torch_dist) and
-// OLMo-core (>= 1.0).
+// A ForeignFormat of format.h: checkpoints of torch.distributed.checkpoint (DCP), whose pickle
+// .metadata locates the items in *.distcp files. Also reads what Megatron-Core (torch_dist) and
+// OLMo-core (>= 1.0) add to such a checkpoint.
 //
 //   .metadata       pickle of Metadata: tensors with their chunks, objects, and the location of
 //                   each item (relative_path, offset, length)
@@ -14,7 +14,8 @@
 // each data file.
 //
 // If something is wrong with one tensor or object (its file is missing, a chunk is not within its
-// shape), it is left out with a warning. If the metadata as a whole are wrong, the read fails.
+// shape), a warning names it and the read continues. If the metadata as a whole are wrong, the read
+// fails.
 #include <algorithm>
 #include <cstddef>
 #include <memory>
@@ -42,22 +43,24 @@ using pickle::Kind;
 using pickle::Value;
 
 constexpr std::string_view kMetadataFile = ".metadata";
-constexpr std::string_view kProto = "\x80";  // Pickles of protocol 2 and later begin with this.
+// Pickles of protocol 2 and later begin with this byte.
+constexpr std::string_view kProto = "\x80";
 constexpr std::string_view kOlmoFolder = "model_and_optim/";
 // Longest path of a data file: PATH_MAX of Linux. Hostile metadata could share one huge path
 // between a million items.
 constexpr std::size_t kMaxPath = 4096;
 constexpr std::uint64_t kMaxDcpMetadata = std::uint64_t{2} << 30;
-// Seconds that a data file may be newer than .metadata before a warning says that a save may be in
-// progress: more than copying a small checkpoint takes, or than clocks differ.
+// A data file that is newer than .metadata by more than this many seconds causes a warning that a
+// save may be in progress. Copying a small checkpoint takes less time, and clocks of hosts differ
+// by less.
 constexpr std::int64_t kMuchNewer = 60;
-// Name of the common value that has planner_data, and its largest size. It is limited, because
-// common values are read when a checkpoint is opened.
+// The name of the common value with planner_data, and its largest size. The size is limited,
+// because common values are read when a checkpoint is opened.
 constexpr std::string_view kPlannerName = "torch.planner_data";
 constexpr std::size_t kMaxPlannerBytes = std::size_t{1} << 20;
 
-// Removes at most 9 digits at the start of `text` and returns their number; nullopt if there is no
-// digit.
+// Parses a number of at most 9 digits at the start of `text` and removes these digits; nullopt if
+// there is no digit.
 std::optional<std::uint32_t> TakeNumber(std::string_view& text) {
   std::uint32_t out = 0;
   std::size_t n = 0;
@@ -69,8 +72,8 @@ std::optional<std::uint32_t> TakeNumber(std::string_view& text) {
   return out;
 }
 
-// The rank that wrote "prefix__3_0.distcp"; used only for info.world_size. Files with other names
-// are read as well.
+// The rank that wrote "prefix__3_0.distcp"; used only for info.world_size. nullopt for other names;
+// files with such names are read as well.
 std::optional<std::uint32_t> RankOfFile(std::string_view name) {
   const std::size_t mark = name.rfind("__");
   if (mark == std::string_view::npos) return std::nullopt;
@@ -90,9 +93,9 @@ std::optional<std::uint32_t> RankOfMetadata(std::string_view name) {
   return rank && name == kMetadataFile ? rank : std::nullopt;
 }
 
-// For saves without a global plan: the keys of tensors whose chunks on all ranks form one tensor.
-// The value is the tensor's number in the builder after the first rank has added it. Keys are views
-// into the metadata of the ranks.
+// For saves without a global plan: the tensors whose chunks on all ranks form one tensor, by key.
+// The value is the tensor's number in the builder, once the first rank has added the tensor. The
+// keys are views into the metadata of the ranks.
 using UnitedTensors = std::unordered_map<std::string_view, std::optional<std::uint32_t>>;
 
 // Reads one .metadata file and adds the items that it lists.
@@ -113,7 +116,6 @@ class DcpReader {
     return Add(megatron, nullptr);
   }
 
-  // Reads and parses the metadata.
   Status Parse(std::string_view metadata_name) {
     const std::string name = below_ + std::string(metadata_name);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
@@ -127,8 +129,8 @@ class DcpReader {
     return Status();
   }
 
-  // Adds the tensors and objects to the builder; call it after Parse. `united`: tensors that
-  // several readers share, whose keys get no prefix; null: there are none.
+  // Adds the tensors and objects to the builder; call it after Parse. `united`: the tensors that
+  // are assembled from several ranks and whose keys get no prefix; null: none.
   Status Add(bool megatron, UnitedTensors* united) {
     for (const std::string& warning : metadata_->warnings) {
       builder_.Warn(metadata_name_ + ": " + warning);
@@ -157,10 +159,10 @@ class DcpReader {
     std::string_view missing;  // Why the file cannot be used; empty if it can.
   };
 
-  // The state of a data file. Fails, and with it the read, if the path leads out of the checkpoint
-  // directory; a missing file affects only its items. A file may have a million items, so states
-  // are kept by path, and the last path is compared first. The result stays valid, because
-  // unordered_map does not move its elements.
+  // Returns the state of a data file; a missing file is reported in the result. An error ends the
+  // read: the path leads out of the checkpoint directory, or the file cannot be examined. A file
+  // may have a million items, so states are kept by path, and the path of the last call is compared
+  // first. The pointer stays valid, because unordered_map does not move its elements.
   Result<const FileState*> FileOf(std::string_view path) {
     if (path.size() > kMaxPath) {
       return Status(Code::kDataLoss, folder_.Shown(kMetadataFile) + ": a file name has " +
@@ -198,16 +200,14 @@ class DcpReader {
     return last_file_;
   }
 
-  // Why an item is missing: its file, and the reason.
   struct LostItem {
     std::string file;
     std::string reason;
     bool operator==(const LostItem&) const = default;
   };
 
-  // The file of an item of `key`. Null if the item is missing, which sets `lost`, or if an
-  // extension of DCP transformed its bytes (zstd and others); the latter is reported, and the
-  // tensor or object is left out.
+  // Returns the file of an item of `key`. Null if the bytes are missing (then `lost` is set), or if
+  // an extension of DCP transformed the bytes, such as zstd (then the key is added to left_out_).
   Result<const FileState*> FileOfItem(const DcpItem& item, ForeignBuilder::LostKind what,
                                       std::string_view key, std::optional<LostItem>& lost) {
     if (!item.transform.empty()) {
@@ -250,8 +250,8 @@ class DcpReader {
   }
 
   Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor, UnitedTensors* united) {
-    // The number of each chunk's file; kNoFile if the chunk is empty or not stored. All chunks are
-    // checked before anything is added.
+    // The number of each chunk's file; kNoFile if the chunk is empty or its bytes are missing. All
+    // chunks are checked before anything is added.
     std::vector<std::uint32_t> files(tensor.count, kNoFile);
     // The entry in `united`, if the readers share this tensor: the first reader adds the tensor,
     // and each reader adds its chunks.
@@ -272,16 +272,17 @@ class DcpReader {
     };
     const Dims shape = metadata.Shape(tensor);
     const MegatronFlatShape* flat = FlatShape(tensor, shape);
-    std::vector<LostItem> lost;  // Contains each pair of file and reason once.
+    // Each pair of file and reason is in it once.
+    std::vector<LostItem> lost;
     std::size_t found = 0;
     for (std::size_t i = 0; i < tensor.count; ++i) {
       const DcpItem& item = metadata.items[tensor.first + i];
       const std::span<const std::int64_t> sizes = metadata.Sizes(tensor, i);
-      // Ranks without a shard write empty chunks, all with the same offsets.
+      // Ranks without a shard write empty chunks, which may have the offsets of other chunks.
       if (std::ranges::find(sizes, 0) != sizes.end()) continue;
       const Result<Region> region = RegionOf(metadata, tensor, shape, i, flat);
       if (!region.ok()) return contradicted(region.status().message());
-      if (!item.stored) continue;  // A hole; the builder reports it.
+      if (!item.stored) continue;  // The builder reports the hole.
       std::optional<LostItem> gone;
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
                                    FileOfItem(item, ForeignBuilder::LostKind::kTensor, key, gone));
@@ -293,7 +294,7 @@ class DcpReader {
       files[i] = file->number;
       ++found;
     }
-    // Whether some chunks exist. If so, the tensor is added, and the builder reports its hole.
+    // If only some chunks exist, the tensor is added, and the builder reports the hole.
     const bool part = found > 0;
     for (const LostItem& gone : lost) {
       builder_.ReportLost(gone.file, gone.reason, ForeignBuilder::LostKind::kTensor, key, part);
@@ -362,7 +363,8 @@ class DcpReader {
     }
   }
 
-  // How the tensor was flattened; null if it is shown in its stored shape.
+  // Returns how the tensor was flattened; null if the tensor is shown in its stored shape. The
+  // result is valid until the next call.
   const MegatronFlatShape* FlatShape(const DcpTensor& tensor, const Dims& shape) {
     const auto it = original_shapes_.find(tensor.fqn);
     if (it == original_shapes_.end()) return nullptr;
@@ -387,7 +389,7 @@ class DcpReader {
     for (std::size_t i = 0; i < names.size(); ++i) {
       const DcpItem& item = metadata.objects[i].second;
       if (!item.stored) {
-        builder_.ReportLost({}, "the metadata has no storage location for it",
+        builder_.ReportLost({}, "the metadata has no storage location for this object",
                             ForeignBuilder::LostKind::kObject, names[i]);
         continue;
       }
@@ -407,9 +409,10 @@ class DcpReader {
     return objects_.Finish(megatron, left_out_);
   }
 
-  // Adds the paths of nested keys, {"model.w": ("model", "w")}, as a common value for `export --to
-  // dcp`, since a dot in a key may also be part of a name. If planner_data have another form, they
-  // are ignored. Each text and each entry counts 16 bytes more than its text, for the record.
+  // Adds the paths of nested keys, such as {"model.w": ("model", "w")}, as a common value. `export
+  // --to dcp` needs the paths, because a dot in a key may also be part of a name. planner_data of
+  // another form are ignored. For kMaxPlannerBytes, each key and each part of a path counts 16
+  // bytes more than its text.
   void AddPlannerData(const Value& data) {
     if (data.kind() != Kind::kDict) return;
     CommonDict out;
@@ -462,7 +465,7 @@ class DcpReader {
   std::unordered_map<std::string_view, Dims> original_shapes_;
   // The result of FlatShape for the tensor that is being added.
   std::optional<MegatronFlatShape> flat_;
-  // Keys of flattened tensors, whose items have one axis for any region; the resolver needs them.
+  // Keys of flattened tensors, for the resolver: their items have one axis for any region.
   std::unordered_set<std::string> flattened_;
   std::set<std::uint32_t> ranks_;
 };
@@ -518,7 +521,8 @@ class Dcp : public ForeignFormat {
   }
 };
 
-// Whether the chunks of all ranks form one tensor: the same dtype and shape, every element once.
+// Decides whether the chunks of a tensor on all ranks form one tensor: all ranks have the same
+// dtype and shape, and every element is in one chunk.
 class RankUnion {
  public:
   void Add(const DcpMetadata& metadata, const DcpTensor& tensor) {
@@ -543,8 +547,8 @@ class RankUnion {
   bool fits_ = true;
 };
 
-// Saves without a global plan, in which each rank has its own metadata. If the ranks' chunks of a
-// key form one tensor exactly, they are shown as one tensor; if not, each rank's tensor is shown as
+// Saves without a global plan, in which each rank wrote its own metadata. If the chunks of a key on
+// all ranks form one tensor exactly, that tensor is shown; if not, each rank's tensor is shown as
 // rankN/KEY.
 class DcpRanks : public ForeignFormat {
  public:
@@ -562,8 +566,8 @@ class DcpRanks : public ForeignFormat {
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
-    // All metadata are parsed before anything is added, because only then it is known which tensors
-    // the ranks share.
+    // All metadata are parsed before anything is added, because the metadata of all ranks together
+    // tell which tensors can be assembled.
     std::vector<std::unique_ptr<DcpReader>> readers;
     for (const DirectoryEntry& entry : entries) {
       const std::optional<std::uint32_t> rank = RankOfMetadata(entry.name);
@@ -575,8 +579,8 @@ class DcpRanks : public ForeignFormat {
     std::unordered_map<std::string_view, RankUnion> unions;
     for (const auto& reader : readers) {
       for (const DcpTensor& tensor : reader->metadata().tensors) {
-        // RegionSet requires a volume that does not overflow; other shapes are refused when the
-        // tensor is added.
+        // RegionSet requires a shape whose volume does not overflow. Tensors with other shapes are
+        // refused when they are added.
         if (CheckShape(tensor.dtype, reader->metadata().Shape(tensor)).ok()) {
           unions[tensor.fqn].Add(reader->metadata(), tensor);
         }

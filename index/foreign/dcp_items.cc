@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Locates the bytes of items of .distcp files, torch archives of one tensor each, when a chunk is
-// first needed.
+// Locates the bytes of items of .distcp files when a chunk is first needed. An item is a torch
+// archive of one tensor.
 //
-// The metadata and the item come from the same save, but either may be damaged or hostile, so they
-// are compared here: dtype, shape (without axes of extent 1), bytes. The chunk record then has
-// offset, length and strides of the payload in the .distcp file, and reads do not need the archive
-// again.
+// The metadata and the item come from the same save, but either may be damaged or hostile, so
+// dtype, shape (without axes of extent 1) and length are compared here. The chunk record then gets
+// offset, length and strides of the tensor's bytes in the .distcp file, so later reads do not need
+// the archive.
 #include "index/foreign/dcp_items.h"
 
 #include <utility>
@@ -26,7 +26,7 @@ std::vector<int> NonUnitAxes(const Dims& shape) {
   return out;
 }
 
-// The item's position for messages; the caller adds the names of tensor and region.
+// The file and the item's position for messages; the caller adds the names of tensor and region.
 std::string ChunkLocation(const File& file, const ChunkRecord& chunk) {
   return file.path() + ": item at byte " + std::to_string(chunk.offset);
 }
@@ -47,8 +47,8 @@ Status ResolveDcpItem(const std::unordered_set<std::string>& flattened, const Te
                                RegionBytes(meta.dtype(), meta.shape(), chunk.region));
   const std::vector<int> stored_axes = NonUnitAxes(stored.shape);
   Dims strides;
-  // An item of flattened state has one axis, and the chunk is a run of elements in row-major order.
-  // A strided item is not supported, because a region that is not a box has no axis for the stride.
+  // An item of flattened state has one axis, and its chunk is a run of elements in row-major order.
+  // A strided item is refused, because the run is not a box, so the record cannot have strides.
   if (chunk.region.is_flat() || flattened.contains(meta.key())) {
     if (stored_axes.size() > 1 || CheckedProduct(stored.shape) != chunk.region.volume()) {
       return bad("the item has shape " + stored.shape.ToString() + ", the chunk has " +
@@ -83,7 +83,7 @@ Status ResolveDcpItem(const std::unordered_set<std::string>& flattened, const Te
     return bad("the item has " + std::to_string(stored.length) + " bytes, the chunk needs " +
                std::to_string(bytes));
   }
-  // The record gets the position of the tensor's bytes in place of that of the item.
+  // The record pointed to the item; now it points to the tensor's bytes in the item.
   chunk.offset = stored.offset;
   chunk.length = stored.length;
   chunk.strides = strides;

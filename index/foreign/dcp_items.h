@@ -11,11 +11,11 @@
 
 namespace tensormount {
 
-// Makes the resolver for items of .distcp files, which locates the bytes of an item. An item is a
-// torch archive of one tensor, which must match the chunk in the metadata. `flattened`: keys of
-// tensors whose items have one axis for any region (MegatronFlatShape). The resolver may be called
-// on any thread. Each call reads about 10 KiB of the item (zip directory, headers and pickle), but
-// not the tensor's bytes.
+// Makes the resolver that locates the bytes of items of .distcp files. An item is a torch archive
+// of one tensor, which must match the chunk in the metadata. `flattened`: keys of tensors whose
+// items have one axis for any region (MegatronFlatShape). The resolver may be called on any thread.
+// Each call reads about 10 KiB of the item (zip directory, headers and pickle), but not the
+// tensor's bytes.
 ItemResolver MakeDcpItemResolver(std::unordered_set<std::string> flattened);
 
 }  // namespace tensormount

@@ -3,11 +3,11 @@
 // parsed (pickle.h), and classes of torch are recognized by name and fields. If an object does not
 // have torch's form, the error tells what is wrong.
 //
-// The pickle has two dicts. state_dict_metadata: key to TensorStorageMetadata (dtype, size, a list
-// of chunks with offsets and sizes) or BytesStorageMetadata. storage_data: MetadataIndex(fqn,
-// offset, index) to _StorageInfo(relative_path, offset, length). The dicts are joined on (fqn,
-// offset), because the offset of a chunk identifies it within its tensor. `index` is only a hint:
-// the position of the chunk in the list, or None.
+// The pickle has two dicts. state_dict_metadata maps a key to TensorStorageMetadata (dtype, size,
+// and a list of chunks with offsets and sizes) or BytesStorageMetadata. storage_data maps
+// MetadataIndex(fqn, offset, index) to _StorageInfo(relative_path, offset, length). The dicts are
+// joined on (fqn, offset), because the offset of a chunk identifies it within its tensor. `index`
+// is only a hint: the position of the chunk in the list, or None.
 //
 // The metadata of a large run have 100,000 chunks and more. So no chunk has an allocation of its
 // own: all numbers are in one vector, all items in another, and texts are views into the pickle.
@@ -36,19 +36,20 @@ Status BadMetadata(std::string what) {
   return Status(Code::kDataLoss, "DCP metadata: " + std::move(what));
 }
 
-constexpr std::size_t kShownFqnBytes = 256;  // Bytes of a key that a message shows.
+// At most this many bytes of a key are shown in a message.
+constexpr std::size_t kShownFqnBytes = 256;
 
 std::string Short(std::string_view key) { return std::string(key.substr(0, kShownFqnBytes)); }
 
-// Whether an object has only a state, set by BUILD, as objects of all classes here: no arguments,
-// which could also set attributes, and no items.
+// Whether an object has neither constructor arguments nor items, but only a state (set by BUILD).
+// torch pickles all classes here in this form; constructor arguments could also set attributes.
 bool IsRecord(const Value& object) {
   return object.kind() == Kind::kObject && object.args().size() == 0 && object.size() == 0;
 }
 
-// An attribute of an object. nullopt if it does not exist. Also nullopt if the object has more than
-// 64 attributes, which no class here has: many objects may share one state, and each search takes
-// time linear in its size.
+// An attribute of an object; nullopt if it does not exist. Also nullopt if the object has more than
+// 64 attributes, which no class here has: many objects may share one huge state, and each search
+// takes time linear in the size of the state.
 std::optional<Value> Attribute(const Value& object, std::string_view name) {
   if (!IsRecord(object)) return std::nullopt;
   const Value state = object.state();
@@ -68,8 +69,7 @@ bool IsEmpty(std::span<const std::int64_t> sizes) {
   return std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
 }
 
-// Reads the chunks of every tensor from one dict of the metadata, and their locations from the
-// other.
+// Reads the chunks of every tensor from state_dict_metadata, and their locations from storage_data.
 class DcpMetadataReader {
  public:
   DcpMetadataReader(DcpMetadata& out, OmissionCounter& left_out) : out_(out), left_out_(left_out) {}
@@ -103,8 +103,8 @@ class DcpMetadataReader {
   }
 
  private:
-  // What a key of state_dict_metadata is: a tensor or object with a number, or left out. Items of
-  // keys that are left out are skipped silently.
+  // The meaning of a key of state_dict_metadata: tensor or object number `number`, or left out.
+  // Items of keys that are left out are skipped silently.
   struct Slot {
     enum class Kind { kTensor, kObject, kLeftOut } kind = Kind::kLeftOut;
     std::size_t number = 0;
@@ -114,8 +114,8 @@ class DcpMetadataReader {
     if (key.kind() != Kind::kString)
       return BadMetadata("a key of state_dict_metadata is not a string");
     const std::string_view fqn = key.text();
-    // The key is not added to slots_, because many keys may share one long string, and each would
-    // be hashed.
+    // A key that is too long is not added to slots_: many entries may share one long string, and
+    // each of them would be hashed.
     if (fqn.size() > kMaxKeyBytes) {
       left_out_.Add("tensor", fqn,
                     "the key has " + std::to_string(fqn.size()) + " bytes, at most " +
@@ -156,7 +156,7 @@ class DcpMetadataReader {
     tensor.fqn = fqn;
     if (std::string why = ReadDType(*properties, tensor); !why.empty()) return why;
     scratch_.clear();
-    // torch does not accept a list as a size.
+    // torch does not accept a list as the size of a tensor.
     if (size->kind() == Kind::kList || !ReadPickledSize(*size, scratch_)) {
       return "the size is not a torch.Size or a tuple of non-negative integers";
     }
@@ -173,7 +173,8 @@ class DcpMetadataReader {
     tensor.count = chunks->size();
     tensor.numbers = out_.numbers.size();
     // Lists may be shared in a pickle, so all tensors together could have far more chunks than the
-    // file has bytes. A real chunk takes at least 18 bytes.
+    // file has bytes. A real chunk takes at least 18 bytes, so a limit of one in 16 bytes refuses
+    // no real file.
     if (tensor.count > out_.document.bytes() / 16 - chunks_)
       return "more chunks are listed than a metadata file of this size can have";
     chunks_ += tensor.count;
@@ -187,7 +188,7 @@ class DcpMetadataReader {
       if (!read || out_.numbers.size() - before != 2 * rank) {
         // Removes the numbers of this tensor, which is left out.
         out_.numbers.resize(tensor.numbers);
-        return "one of its chunks does not have offsets and sizes of " + std::to_string(rank) +
+        return "a chunk of the tensor does not have offsets and sizes of " + std::to_string(rank) +
                " numbers";
       }
     }
@@ -202,8 +203,8 @@ class DcpMetadataReader {
     return !pairs || DoubleLast(out_.numbers);
   }
 
-  // Converts pairs of f4 on the last axis, which torch counts (float4_e2m1fn_x2), to elements.
-  // False: the number overflows.
+  // torch counts pairs of float4_e2m1fn_x2 elements on the last axis. Doubles the last number, so
+  // that it counts elements. False: there is no number, or it overflows.
   static bool DoubleLast(std::vector<std::int64_t>& numbers) {
     const auto doubled =
         numbers.empty() ? std::nullopt : CheckedMul(numbers.back(), std::int64_t{2});
@@ -211,8 +212,9 @@ class DcpMetadataReader {
     return doubled.has_value();
   }
 
-  // Returns an empty text, or what is wrong. The state of TensorProperties is a tuple of five, the
-  // first of which is the dtype (__getstate__); a dict of attributes is accepted, too.
+  // Returns an empty text, or the reason why the dtype cannot be read. The state of
+  // TensorProperties is a tuple of five (__getstate__), and the first of them is the dtype. A dict
+  // of attributes is accepted too.
   static std::string ReadDType(const Value& properties, DcpTensor& out) {
     if (!properties.Is(KnownClass::kTensorProperties) || !IsRecord(properties))
       return "the properties are not a TensorProperties object";
@@ -235,8 +237,8 @@ class DcpMetadataReader {
     return {};
   }
 
-  // Adds an entry of storage_data. An entry that names no key of state_dict_metadata is counted and
-  // skipped. If the location in an entry cannot be read, the whole read fails.
+  // Adds an entry of storage_data. An entry that names no key of state_dict_metadata is counted for
+  // a warning and skipped. If the location in an entry cannot be read, the whole read fails.
   Status AddItem(const Value& key, const Value& info) {
     std::optional<Value> fqn;
     std::optional<Value> offset;
@@ -246,7 +248,8 @@ class DcpMetadataReader {
       offset = Attribute(key, "offset");
       hint = Attribute(key, "index");
     } else if (key.kind() == Kind::kString) {
-      fqn = key;  // The form before MetadataIndex existed.
+      // Older releases of torch have the key itself in place of a MetadataIndex.
+      fqn = key;
     }
     if (!fqn || fqn->kind() != Kind::kString) {
       ++other_keys_;
@@ -293,8 +296,8 @@ class DcpMetadataReader {
     return Status();
   }
 
-  // The slot of a key; null if the key is unknown. Items of one tensor mostly follow each other and
-  // share the string of its name, so the last result is kept.
+  // The slot of a key; null if the key is unknown. Most items of a tensor follow each other and
+  // share the string of its key, so the result of the last call is kept.
   const Slot* Find(const Value& fqn) {
     if (last_slot_ != nullptr && last_fqn_.SameAs(fqn)) return last_slot_;
     if (fqn.text().size() > kMaxKeyBytes) return nullptr;
@@ -305,8 +308,8 @@ class DcpMetadataReader {
     return last_slot_;
   }
 
-  // Gives the item to its chunk: the chunk of the hint, if it has the item's offset; if not, a
-  // binary search finds the chunk, so that wrong hints do not take quadratic time.
+  // Assigns the item to a chunk of the tensor. If the chunk of the hint does not have the item's
+  // offset, a binary search finds the chunk, so that wrong hints do not take quadratic time.
   void PlaceItem(std::size_t number, const std::optional<Value>& offset,
                  const std::optional<Value>& hint, const DcpItem& item) {
     const DcpTensor& tensor = out_.tensors[number];
@@ -318,7 +321,7 @@ class DcpMetadataReader {
     } else {
       scratch_.assign(tensor.rank, 0);
     }
-    // A value of `count` means that the chunk is not known.
+    // If `at` equals tensor.count, the chunk is not known.
     std::size_t at = tensor.count == 1 ? 0 : tensor.count;
     if (std::uint64_t i = 0; ReadUnsigned(hint, i) && i < tensor.count) at = i;
     if (at >= tensor.count || !std::ranges::equal(out_.Offsets(tensor, at), scratch_)) {
@@ -330,8 +333,8 @@ class DcpMetadataReader {
     target = item;
   }
 
-  // Number of the chunk at offset scratch_, of several the one that is not empty; `count` if no
-  // chunk has this offset.
+  // Returns the number of the chunk at offset scratch_. If several chunks have this offset, a chunk
+  // that is not empty is preferred. tensor.count: no chunk has this offset.
   std::size_t Search(std::size_t number) {
     const DcpTensor& tensor = out_.tensors[number];
     std::vector<std::size_t>& order = Order(number);
@@ -346,9 +349,9 @@ class DcpMetadataReader {
     return *it;
   }
 
-  // The chunks of a tensor sorted by offset; computed at the first call, which is rare. Ranks
-  // without a shard write empty chunks at the offset of another chunk. They sort behind that chunk,
-  // so that lower_bound finds it first.
+  // Numbers of the chunks of a tensor, sorted by offset; computed at the first call, which is rare.
+  // Ranks without a shard write empty chunks at the offset of another chunk. Empty chunks sort
+  // behind that chunk, so that lower_bound finds the chunk with data.
   std::vector<std::size_t>& Order(std::size_t number) {
     const DcpTensor& tensor = out_.tensors[number];
     std::vector<std::size_t>& order = orders_[number];
@@ -386,7 +389,8 @@ class DcpMetadataReader {
       for (std::size_t i = 0; i < tensor.count && !missing; ++i) {
         missing = !out_.items[tensor.first + i].stored && !IsEmpty(out_.Sizes(tensor, i));
       }
-      // If every chunk has an item, no two have the same offset.
+      // torch stores one item for each offset. So if every chunk with data has an item, no two
+      // chunks have the same offset.
       if (!missing) continue;
       const std::vector<std::size_t>& order = Order(number);
       for (std::size_t i = 1; i < order.size(); ++i) {
@@ -400,7 +404,7 @@ class DcpMetadataReader {
     }
   }
 
-  // Removes tensors with two chunks at one offset. Called at the end, because numbers of tensors
+  // Removes tensors with two chunks at one offset. This is done last, because numbers of tensors
   // are positions in out_.tensors.
   void DropDoubled() {
     std::sort(doubled_.begin(), doubled_.end());
@@ -409,7 +413,7 @@ class DcpMetadataReader {
     std::size_t number = 0;
     std::erase_if(out_.tensors, [&](const DcpTensor& tensor) {
       if (next == doubled_.end() || *next != number++) return false;
-      left_out_.Add("tensor", tensor.fqn, "two of its chunks have the same offsets");
+      left_out_.Add("tensor", tensor.fqn, "two chunks of the tensor have the same offsets");
       ++next;
       return true;
     });
@@ -417,7 +421,7 @@ class DcpMetadataReader {
 
   DcpMetadata& out_;
   OmissionCounter& left_out_;
-  // What each fqn is; the keys are views into the document.
+  // The meaning of each key; the keys are views into the document.
   std::unordered_map<std::string_view, Slot> slots_;
   Value last_fqn_;
   const Slot* last_slot_ = nullptr;
@@ -461,20 +465,21 @@ std::span<const std::int64_t> DcpMetadata::Sizes(const DcpTensor& tensor, std::s
   return std::span(numbers).subspan(tensor.numbers + (2 + 2 * chunk) * tensor.rank, tensor.rank);
 }
 
-// torch.Size((1, 2)) is a call with one argument, a tuple. Older releases and other fields have
-// only the tuple or list.
+// torch.Size((1, 2)) is a call with one argument, a tuple. Older releases of torch store only the
+// tuple, and other fields a tuple or list.
 bool ReadPickledSize(const Value& value, std::vector<std::int64_t>& out) {
   Value items = value;
   if (value.Is(KnownClass::kTorchSize)) {
     const Value args = value.args();
-    // A list as the argument is refused: torch.Size copied it when it was called, and the pickle
-    // may have changed it later.
+    // A list as the argument is refused: torch.Size would copy the list when it is called, and the
+    // pickle may change the list afterwards.
     if (args.size() != 1 || args.item(0).kind() != Kind::kTuple) return false;
     items = args.item(0);
   }
   if (items.kind() != Kind::kTuple && items.kind() != Kind::kList) return false;
   const std::size_t size = items.size();
-  if (size > 64) return false;  // No tensor has as many axes.
+  // A shared list could be huge; no tensor has this many axes.
+  if (size > 64) return false;
   for (std::size_t i = 0; i < size; ++i) {
     const Value item = items.item(i);
     if (item.kind() != Kind::kInt || item.integer() < 0) return false;

@@ -28,8 +28,8 @@
 // DcpMetadata must outlive all views taken from it. It may be moved.
 namespace tensormount {
 
-// Counts tensors and objects that exist but are left out, by reason, so that one warning covers all
-// with the same reason. Missing data are reported to ForeignBuilder instead. Not thread-safe.
+// Counts tensors and objects that are left out although their data exist. All with the same reason
+// get one warning. Missing data are reported to ForeignBuilder instead. Not thread-safe.
 class OmissionCounter {
  public:
   // `what`: "tensor" or "object"; `why`: such as "the dtype is not a torch dtype".
@@ -42,27 +42,29 @@ class OmissionCounter {
   std::map<std::pair<std::string, std::string>, CountedNames> counts_;
 };
 
-// The location of an item: a torch archive of one tensor, or the bytes of an object. Each chunk has
-// an item (DcpTensor::first).
+// The location of an item: a torch archive of one tensor, or the bytes of an object. Each chunk of
+// a tensor has an item (DcpTensor::first).
 struct DcpItem {
   std::string_view path;  // relative_path, unchecked; a view into the document.
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
   std::string_view transform;  // The first of transform_descriptors; empty if there is none.
-  bool stored = false;         // False: the metadata have no location for the chunk.
+  // False: the metadata have no location.
+  bool stored = false;
 };
 
 // A tensor in the metadata. DcpMetadata::Shape, Offsets and Sizes read its numbers.
 struct DcpTensor {
   std::string_view fqn;
   DType dtype = DType::kU8;
-  // True for f4, of which torch counts pairs on the last axis. All numbers here count elements.
+  // True for f4. torch counts pairs of f4 elements on the last axis; all numbers here count
+  // elements.
   bool pairs = false;
   std::uint8_t rank = 0;
   std::size_t first = 0;  // The item of chunk i is items[first + i].
   std::size_t count = 0;  // Number of chunks.
-  // Position of the shape in DcpMetadata::numbers. The offsets and then the sizes of each chunk
-  // follow, each with `rank` numbers.
+  // Position of the shape in DcpMetadata::numbers. The shape is followed, for each chunk, by its
+  // offsets and its sizes. Each of these has `rank` numbers.
   std::size_t numbers = 0;
 };
 
@@ -81,17 +83,16 @@ struct DcpMetadata {
   // the builder.
   std::vector<std::string> warnings;
 
-  // The shape in elements. For pairs of f4 the last axis is already doubled, as in offsets and
-  // sizes.
+  // The shape, counted in elements (see DcpTensor::pairs).
   Dims Shape(const DcpTensor& tensor) const;
   std::span<const std::int64_t> Offsets(const DcpTensor& tensor, std::size_t chunk) const;
   std::span<const std::int64_t> Sizes(const DcpTensor& tensor, std::size_t chunk) const;
 };
 
-// Parses .metadata. kDataLoss: not a valid .metadata pickle; kUnsupported: it uses classes that are
-// not on the allow-list. A tensor whose records contradict each other, or whose dtype is unknown,
-// is left out. Nothing is compared with files. Takes linear time if the hints in `index` are right,
-// as torch writes them, else O(chunks log chunks).
+// Parses .metadata. kDataLoss: not a valid .metadata pickle. kUnsupported: the pickle uses classes
+// that are not on the allow-list. A tensor whose records contradict each other, or whose dtype is
+// unknown, is left out. The data files are not examined. Takes linear time if the hints in `index`
+// are right, as torch writes them, else O(chunks log chunks).
 Result<DcpMetadata> ParseDcpMetadata(std::string bytes, OmissionCounter& left_out);
 
 // Appends the numbers of a torch.Size, tuple or list of non-negative integers to `out`. False if

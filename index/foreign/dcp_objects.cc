@@ -27,9 +27,10 @@ constexpr std::uint64_t kMaxValue = std::uint64_t{64} << 10;
 constexpr std::uint64_t kMaxCommonState = std::uint64_t{64} << 20;
 constexpr std::size_t kMaxValues = 4096;
 constexpr std::uint64_t kMaxValuesBytes = std::uint64_t{16} << 20;
-// Largest window: a range of a file with several objects, which is read as one.
+// A window is a range of a file that is read at once for several neighbouring objects. Windows of
+// several objects have at most this size.
 constexpr std::uint64_t kWindow = std::uint64_t{1} << 20;
-// Windows are added to one call of ReadMany until they exceed this size.
+// Windows are read by one call of ReadMany until their total exceeds this size.
 constexpr std::uint64_t kMostReadTogether = std::uint64_t{4} << 20;
 // Largest gap between objects of one window; reading a small gap costs less than another read.
 constexpr std::uint64_t kMaxGap = std::uint64_t{16} << 10;
@@ -61,8 +62,8 @@ class WindowFile : public ReadOnlyFile {
   std::string path_;
 };
 
-// The archive that an object is; nullopt if it is not a torch archive. A pickle without an archive
-// is not read, because the bytes could be anything.
+// Parses the torch archive that an object consists of; nullopt if the object is not one. A pickle
+// without an archive is not parsed, because its bytes could be anything.
 std::optional<TorchArchive> ArchiveOf(const std::string& bytes, const std::string& key) {
   if (!bytes.starts_with("PK\3\4")) return std::nullopt;
   WindowFile file(bytes, key);
@@ -93,7 +94,8 @@ Status DcpObjects::Finish(bool megatron, OmissionCounter& left_out) {
 }
 
 Status DcpObjects::AddCommon(bool megatron) {
-  // The builder already has all objects, so parts_ keeps only those that may be values.
+  // The builder already has all objects. From here on, parts_ contains only objects that may be
+  // values.
   std::erase_if(parts_, [&](const ObjectRecord& part) {
     if (megatron && IsCommonState(part)) return part.length > kMaxCommonState;
     // An object in several parts is not a value.
@@ -118,8 +120,8 @@ Status DcpObjects::AddCommon(bool megatron) {
   return Status();
 }
 
-// Reads the next parts of one file, from number `first` on and below `count`, together. Returns the
-// number of the first part that was not read.
+// Reads parts of one file together and adds their values, beginning with part number `first` and
+// ending before `count`. Returns the number of the first part that was not read.
 Result<std::size_t> DcpObjects::AddValues(std::size_t first, std::size_t count, bool megatron) {
   std::vector<ByteRange> windows;
   std::vector<std::size_t> window_of;
@@ -168,7 +170,7 @@ Status DcpObjects::AddValue(const ObjectRecord& part, const std::string& bytes, 
     if (IsCommonState(part)) {
       return AddMegatronCommon(*archive, part.file, part.offset, part.key, builder_, budget_);
     }
-    // Megatron-Core wraps every sharded object in a list of one.
+    // Megatron-Core wraps every sharded object in a list with one item.
     if (root.kind() == pickle::Kind::kList && root.size() == 1) root = root.item(0);
   }
   if (std::optional<CommonValue> value = budget_.Convert(root)) {

@@ -26,21 +26,21 @@ inline constexpr std::uint64_t kMaxObjectValue = std::uint64_t{1} << 20;
 
 // Adds the objects of a DCP checkpoint to the builder: each as opaque bytes, and a small object
 // that is a torch archive of plain data also as a common value. Call Add for all objects, in any
-// order, then Finish once, which reads the small ones in a few large reads. The builder must
+// order, and then Finish once, which reads the small objects in a few large reads. The builder must
 // outlive this object.
 class DcpObjects {
  public:
   explicit DcpObjects(ForeignBuilder& builder) : builder_(builder) {}
   // `part` has no hashes, and must be within its file.
   void Add(ObjectRecord part) { parts_.push_back(std::move(part)); }
-  // Passes all objects to the builder. `megatron`: objects are wrapped in lists, and one of them
-  // may be the common state of Megatron-Core. Fails only if a file cannot be read; other objects
-  // that are not converted to values are only objects.
+  // Passes all objects to the builder. `megatron`: the objects are wrapped in lists, and one of
+  // them may be the common state of Megatron-Core. An object that cannot be converted to a value is
+  // added as an object only. Fails only if a file cannot be read.
   Status Finish(bool megatron, OmissionCounter& left_out);
 
  private:
-  // AddCommon reads the small objects and passes their values to the builder. AddValues does this
-  // for neighbours in one file, and AddValue for one object.
+  // AddCommon reads the small objects and passes their values to the builder. It calls AddValues
+  // for neighbouring objects in one file, which calls AddValue for each object.
   Status AddCommon(bool megatron);
   Result<std::size_t> AddValues(std::size_t first, std::size_t count, bool megatron);
   // `bytes`: the bytes of the object.

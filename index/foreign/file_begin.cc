@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The type of a file (file_begin.h). For a zip it reads the directory at the end, because only the
-// names of its entries tell its purpose.
+// Determines the type of a file (file_begin.h). The type of a zip follows from the names of its
+// entries, some of which are only in the zip directory at the end.
 #include "index/foreign/file_begin.h"
 
 #include <algorithm>
@@ -13,7 +13,8 @@
 namespace tensormount {
 namespace {
 
-// The begin of files of torch.save before 1.6: PROTO 2, LONG1 of the magic number, STOP.
+// The first bytes of files of torch.save before 1.6: opcode PROTO 2, opcode LONG1 with the magic
+// number, opcode STOP.
 constexpr std::string_view kLegacyMagic("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
                                         15);
 constexpr std::string_view kLfsVersion = "version https://git-lfs.github.com/spec/";
@@ -22,7 +23,8 @@ constexpr std::string_view kZipMagic("PK\3\4", 4);
 constexpr std::string_view kEmptyZipMagic("PK\5\6", 4);
 // Largest header of a safetensors file.
 constexpr std::uint64_t kMaxHeader = 100'000'000;
-// Size of a zip's local header, after which the name follows, and offset of the name's length.
+// The local header of a zip entry has this size, and the entry's name follows it. The length of the
+// name is at offset kLocalNameLength of the header.
 constexpr std::size_t kLocalHeaderBytes = 30;
 constexpr std::size_t kLocalNameLength = 26;
 constexpr std::size_t kHeadBytes = 1024;
@@ -56,8 +58,8 @@ FileType FileTypeOf(File& file) {
   if (head.starts_with(kLegacyMagic)) return FileType::kLegacyTorch;
   if (head.starts_with(kNpyMagic)) return FileType::kNpy;
   if (head.starts_with(kLfsVersion)) return FileType::kLfsPointer;
-  // A header length that fits and the '{' of the header suffice to tell a safetensors file from
-  // text and pickles; the header is checked when it is read.
+  // A plausible header length and the '{' of the header suffice to tell a safetensors file from
+  // text and pickles. The header itself is checked when the file is read.
   if (head.size() > 8 && head[8] == '{') {
     const auto length = LoadLittle<std::uint64_t>(head.data());
     if (length >= 2 && length <= kMaxHeader && length <= info.value().size - 8) {

@@ -10,8 +10,8 @@
 #include "base/file_system.h"
 #include "index/foreign/foreign.h"
 
-// The type of a file according to its bytes. Names do not tell the type: the cache of a hub names
-// files by their hashes, and a link may have any name.
+// The type of a file according to its bytes. Names do not show the type: the cache of a Hugging
+// Face hub names files by hashes, and a link may have any name.
 
 namespace tensormount {
 
@@ -26,8 +26,8 @@ enum class FileType {
   kLfsPointer,  // A placeholder for a file that git-lfs has not downloaded.
 };
 
-// Reads the first bytes, and up to 256 KiB at the end of a zip. A file that cannot be read is
-// kOther.
+// Reads the first bytes of a file and, of a zip, up to 256 KiB at its end. Returns kOther if the
+// file cannot be read.
 FileType FileTypeOf(File& file);
 FileType FileTypeOf(const ForeignFolder& folder, std::string_view name);
 

@@ -24,14 +24,15 @@
 
 namespace tensormount {
 
-// A directory (or one file) of a foreign checkpoint. Symlinks in it may lead only into its bounds:
-// the directory itself or a --root directory above it, other --root directories, and the blobs of a
-// hub's cache. Names are relative to the directory and have no "..". Thread-safe.
+// A directory (or one file) of a foreign checkpoint. Its symlinks may lead only into the bounds:
+// the directory itself or a --root directory above it, other --root directories, and the blobs
+// directory of a Hugging Face hub cache. Names are relative to the directory and have no "..".
+// Thread-safe.
 class ForeignFolder {
  public:
   // `path` must be resolved (ResolveSourcePath). `roots`: the --root directories. The first bound
-  // is the deepest root above `path`, or else `path` itself (the directory of a file). Other roots
-  // are bounds if a link in the directory leads into them.
+  // is the deepest root above `path`; without one, `path` itself (the directory, if `path` is a
+  // file). Other roots are bounds only if a link in the directory leads into them.
   static Result<ForeignFolder> Open(FileSystem& fs, const std::string& path,
                                     std::span<const std::string> roots);
 
@@ -44,14 +45,16 @@ class ForeignFolder {
   const std::vector<std::string>& bounds() const { return bounds_; }
   // The name of the file if the source is one file; empty for a directory.
   const std::string& file() const { return file_; }
-  std::string Shown(std::string_view name) const;  // The name as messages show it.
+  // The name as messages show it, below the path of the directory.
+  std::string Shown(std::string_view name) const;
 
   // Opens a file. kDataLoss: neither a file nor a directory (a FIFO, a loop of links), or the name
   // is not a relative path. kPermissionDenied: the name or a link leads out of the bounds.
   Result<std::unique_ptr<File>> OpenRead(std::string_view name) const;
-  // Reads a file of at most `max_bytes`. kDataLoss: a file over 1 MiB does not begin, after white
-  // space, with the text `first` ("{" for JSON; empty accepts all files). This is checked before
-  // the file is read, because a huge sparse file costs its author nothing.
+  // Reads a file of at most `max_bytes`. kDataLoss: the file is larger; or a file over 1 MiB does
+  // not begin, after white space, with the text `first` ("{" for JSON; empty accepts all files).
+  // The first bytes are checked before memory is allocated, because a huge sparse file costs its
+  // author nothing.
   Result<std::string> ReadFile(std::string_view name, std::uint64_t max_bytes,
                                std::string_view first = {}) const;
   // Lists a directory below this one, sorted; "" is the directory itself.
@@ -90,8 +93,8 @@ class ForeignFolder {
 // "lost". Does nothing if there is no loss.
 void RemoveIncompleteTensors(ForeignInventory& inventory);
 
-// The number of names that a warning is about, and the first of them: hostile metadata may repeat
-// one error a million times, and the warning must fit in one line.
+// Counts the names that one warning is about, and keeps the first. Hostile metadata may repeat one
+// error a million times, and the warning must fit in one line.
 struct CountedNames {
   std::size_t count = 0;
   std::string first;
@@ -101,9 +104,9 @@ struct CountedNames {
 };
 
 // Collects and checks the records of a foreign checkpoint. An adapter calls the Add functions in
-// any order and returns the first failure, which ends the read. If only one tensor is wrong, the
-// adapter leaves it out with a warning (Drop). Numbers of tensors and files are valid until Finish.
-// Not thread-safe; used for one read. `folder` must outlive this object.
+// any order. If one fails, the adapter returns the error, which ends the read; if only one tensor
+// is wrong, the adapter instead leaves this tensor out (Drop). Numbers of tensors and files are
+// valid until Finish. Not thread-safe; used for one read. `folder` must outlive this object.
 class ForeignBuilder {
  public:
   // `producer`: the program that wrote the checkpoint, such as "torch.distributed.checkpoint".
@@ -121,12 +124,11 @@ class ForeignBuilder {
   std::int64_t FileTime(std::uint32_t file) const;  // The file's mtime in seconds.
   // Whether AddFile was called for this name, or for a file in this directory.
   bool Uses(std::string_view name) const;
-  // Opens the file and keeps it open while the builder lives, within a limit of a few hundred
-  // files.
+  // Opens the file and keeps it open for later calls; at most a few hundred files are kept open.
   Result<std::shared_ptr<File>> OpenFile(std::uint32_t file);
 
-  // Sets the wanted keys: until the next call, AddTensor ignores tensors with other keys. Null: all
-  // keys are wanted. `keys` must stay valid until the next call.
+  // Sets the wanted keys: until the next call, AddTensor gives other tensors a number but leaves
+  // them out. Null: all keys are wanted. `keys` must stay valid until the next call.
   void TakeOnly(const std::set<std::string>* keys) { only_ = keys; }
   // Reserves memory for about `n` tensors; more or fewer may be added.
   void ReserveTensors(std::size_t n);
@@ -139,7 +141,7 @@ class ForeignBuilder {
   // or its length does not match its region. Empty regions are ignored.
   Status AddChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
                   std::uint64_t offset, std::uint64_t length, const Dims& strides = {});
-  // Adds a chunk whose bytes are located later, in an item of the file (ItemResolver).
+  // Adds a chunk whose bytes the ItemResolver locates later, in an item at these bytes of the file.
   Status AddPendingChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
                          std::uint64_t offset, std::uint64_t length);
   void SetResolver(ItemResolver resolver);
@@ -162,11 +164,12 @@ class ForeignBuilder {
   // Whether a lost key is that of a tensor or of an object.
   enum class LostKind { kTensor, kObject };
   // Reports a tensor or object that the checkpoint names but whose bytes are missing. `file`: empty
-  // if unknown. `reason`: such as "the file is missing". `part`: whether the tensor was added,
-  // because other parts of it exist. One warning covers all keys with the same file and reason.
+  // if unknown. `reason`: such as "the file is missing". `part`: true if only a part of the tensor
+  // is missing, and the tensor was added with its other parts. One warning covers all keys with the
+  // same file and reason.
   void ReportLost(std::string_view file, std::string_view reason, LostKind what,
                   std::string_view key, bool part = false);
-  // Reports the loss of a file with unknown content.
+  // Reports the loss of a file, if it is unknown which tensors the file had.
   void ReportLostFile(std::string_view file, std::string_view reason);
 
   // Sorts the records and checks each tensor. A tensor with cells in no chunk is kept with a
@@ -193,12 +196,12 @@ class ForeignBuilder {
   std::unique_ptr<Rep> rep_;
 };
 
-// Converts a pickle value that consists of None, bool, int, float, str, bytes, tuples, lists and
-// dicts with string or integer keys (also OrderedDict, Namespace and path objects). nullopt for
-// other values.
 namespace pickle {
 class Value;
 }
+// Converts a pickle value that consists of None, bool, int, float, str, bytes, tuples, lists and
+// dicts with string or integer keys (also OrderedDict, Namespace and path objects). nullopt for
+// other values.
 std::optional<CommonValue> CommonFromPickle(const pickle::Value& value);
 
 }  // namespace tensormount

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ForeignBuilder of foreign.h checks everything that adapters report: numbers against the file and
 // the shape, chunks against each other, names against each other. If something is wrong with one
-// tensor, that tensor is left out; if the checkpoint as a whole is wrong, the read fails.
+// tensor, that tensor is left out (but kept if it only has a hole); if the checkpoint as a whole is
+// wrong, the read fails.
 //
 // The checks are here and not in the adapters, because adapters parse hostile input: with a check
 // forgotten in an adapter, a program could read past the end of a file.
@@ -33,25 +34,25 @@
 namespace tensormount {
 namespace {
 
-// Largest number of files that are kept open, because adapters may read a file again for every
-// tensor in it. It is far below the usual limit of 1,024 descriptors of a process.
+// Adapters may read a file again for every tensor in it, so files are kept open, at most this many.
+// The usual limit for a process is 1,024 descriptors.
 constexpr std::size_t kMaxOpenFiles = 256;
 // Largest number of warnings; further warnings are only counted, because a hostile checkpoint could
 // cause a million.
 constexpr std::size_t kMaxWarnings = 100;
 
-// Bytes of a key that a message shows.
+// At most this many bytes of a key are shown in a message.
 constexpr std::size_t kShownKeyOf = 256;
 // The name of the list of losses in the content metadata.
 constexpr const char* kLostName = "lost";
 
-// Makes kInvalidArgument to kDataLoss, because here an invalid value comes from a file, not from a
-// caller.
+// Changes kInvalidArgument to kDataLoss, because here an invalid value comes from a file, not from
+// a caller.
 Status ToDataLoss(const Status& status) {
   return status.code() == Code::kInvalidArgument ? DataLoss(status.message()) : status;
 }
 
-// An order of shapes for sorting; it has no other meaning.
+// Lexicographic order of the indices of an object's parts; used only for sorting.
 bool IndexLess(const Dims& a, const Dims& b) {
   return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end());
 }
@@ -69,8 +70,8 @@ std::string ListBoxes(const std::vector<Box>& boxes, bool more) {
 }  // namespace
 
 struct ForeignBuilder::Rep {
-  // Hashes and compares tensors by key. A set with ByKey has only their numbers, so that a million
-  // keys are not copied, and finds the keys in the vector.
+  // Hashes and compares tensors by key. A set with ByKey contains only numbers of tensors and finds
+  // the keys in the vector, so that a million keys are not copied.
   struct ByKey {
     const std::vector<TensorRecord>& tensors;
     std::size_t operator()(std::uint32_t n) const {
@@ -91,8 +92,8 @@ struct ForeignBuilder::Rep {
   // stays until Finish, so that the adapters' numbers stay valid.
   std::vector<bool> dropped;
   std::vector<std::string> warnings;
-  // Losses by file, reason, and whether only parts of the tensors are lost: the loss of one file is
-  // one line.
+  // Losses by file, by reason, and by whether only a part of each tensor is lost. All tensors that
+  // lose data in one file for one reason are reported in one line.
   std::map<std::tuple<std::string, std::string, bool>, ForeignLoss> lost_by_file;
   std::vector<ForeignLoss> lost;
   // Losses after the first kMaxWarnings. Only their keys are kept, because `--partial` and `load
@@ -115,14 +116,14 @@ ForeignBuilder::ForeignBuilder(const ForeignFolder& folder, std::string producer
 
 ForeignBuilder::~ForeignBuilder() = default;
 
-// If two names lead to one file by links, the file has two numbers until SortFiles, which merges
-// them by the name from Locate. kNoFile, the largest number, is reserved.
+// Links may give one file two names, and so two numbers; SortFiles merges the two by the path from
+// Locate. kNoFile, the largest number, is reserved.
 Result<std::uint32_t> ForeignBuilder::AddFile(std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string below, folder_.PathFromRoot(name));
   if (const auto known = rep_->files.find(below); known != rep_->files.end()) return known->second;
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
   if (info.kind != FileKind::kFile) return DataLoss(folder_.Shown(name) + ": not a regular file");
-  if (inventory_.files.size() >= kNoFile) return DataLoss("too many files");
+  if (inventory_.files.size() >= kNoFile) return DataLoss("the checkpoint has too many files");
   const auto number = static_cast<std::uint32_t>(inventory_.files.size());
   FileRecord record;
   TENSORMOUNT_ASSIGN_OR_RETURN(record.name, folder_.Locate(name));
@@ -174,12 +175,12 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
     return CheckKey(key).ok() ? why.WithContext("tensor " + std::string(key)) : why;
   }
   if (inventory_.tensors.size() >= std::numeric_limits<std::uint32_t>::max()) {
-    return DataLoss("too many tensors");
+    return DataLoss("the checkpoint has too many tensors");
   }
   const auto number = static_cast<std::uint32_t>(inventory_.tensors.size());
   inventory_.tensors.emplace_back(std::move(meta).value());
-  // An unwanted tensor also gets a record and a number, because the adapter will add chunks to it.
-  // Its key stays free, so that a tensor with this key in another file can be added.
+  // An unwanted tensor also gets a record and a number, because the adapter will add chunks to the
+  // number. Its key is not taken, so that a tensor with this key in another file can be added.
   const bool wanted = only_ == nullptr || only_->contains(std::string(key));
   if (wanted && !rep_->tensors.insert(number).second) {
     inventory_.tensors.pop_back();
@@ -194,7 +195,8 @@ const TensorMeta& ForeignBuilder::MetaOf(std::uint32_t tensor) const {
 }
 
 // Checks a chunk and adds it. Offset and length of a pending chunk are those of its item, which may
-// have more bytes than the region; the item is checked when the resolver locates the bytes.
+// have more bytes than the region. The length of an item is checked when the resolver locates the
+// bytes.
 Status ForeignBuilder::AppendChunk(std::uint32_t tensor, ChunkRecord& chunk) {
   TensorRecord& inventory = inventory_.tensors.at(tensor);
   const TensorMeta& meta = inventory.meta;
@@ -202,15 +204,15 @@ Status ForeignBuilder::AppendChunk(std::uint32_t tensor, ChunkRecord& chunk) {
     return DataLoss("tensor " + meta.key() + " " + chunk.region.ToString() + ": " + why);
   };
   if (chunk.region.box().rank() != meta.shape().rank() || !chunk.region.Within(meta.shape())) {
-    return bad("is not within the tensor's shape " + meta.shape().ToString());
+    return bad("the chunk is not within the tensor's shape " + meta.shape().ToString());
   }
   if (!chunk.pending) {
     const Result<std::uint64_t> needed =
         ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
     if (!needed.ok()) return bad(needed.status().message());
     if (needed.value() != chunk.length) {
-      return bad(std::to_string(chunk.length) + " bytes stored, " + std::to_string(needed.value()) +
-                 " needed");
+      return bad(std::to_string(chunk.length) + " bytes are stored, " +
+                 std::to_string(needed.value()) + " are needed");
     }
   }
   if (chunk.file >= inventory_.files.size()) return bad("the file is not in the file table");
@@ -256,8 +258,8 @@ Status ForeignBuilder::AddPendingChunk(std::uint32_t tensor, const Region& regio
 
 void ForeignBuilder::SetResolver(ItemResolver resolver) { rep_->resolver = std::move(resolver); }
 
-// CheckKey and kMaxRank are limits of our format on disk, so that every foreign checkpoint can be
-// adopted.
+// Keys and numbers of axes must be within the limits of our own format (CheckKey, kMaxRank), so
+// that every foreign checkpoint can be adopted.
 Status ForeignBuilder::AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
                                  std::uint64_t length, const Dims& index, const Dims& grid) {
   TENSORMOUNT_RETURN_IF_ERROR(ToDataLoss(CheckKey(key)));
@@ -265,10 +267,10 @@ Status ForeignBuilder::AddObject(std::string_view key, std::uint32_t file, std::
     return DataLoss("object " + std::string(key) + " " + index.ToString() + ": " + why);
   };
   if (index.rank() != grid.rank() || grid.rank() > kMaxRank)
-    return bad("the index does not match its grid");
+    return bad("the index of the part has another number of axes than the grid");
   for (int a = 0; a < grid.rank(); ++a) {
     if (index[a] < 0 || index[a] >= grid[a])
-      return bad("the index is not on its grid " + grid.ToString());
+      return bad("the index of the part is outside of the grid " + grid.ToString());
   }
   if (!CheckedProduct(grid)) return bad("the grid " + grid.ToString() + " overflows");
   if (file >= inventory_.files.size()) return bad("the file is not in the file table");
@@ -314,14 +316,14 @@ void ForeignBuilder::AddLoss(ForeignLoss loss) {
     rep_->lost.push_back(std::move(loss));
     return;
   }
-  // Only the keys are kept, without the reason.
+  // After the first kMaxWarnings losses only the keys are kept, without the reason.
   ForeignLoss& more = loss.holes ? rep_->more_holes : rep_->more_lost;
   std::ranges::move(loss.tensors, std::back_inserter(more.tensors));
   std::ranges::move(loss.objects, std::back_inserter(more.objects));
 }
 
-// Merges losses by file and reason. After the first kMaxWarnings pairs of file and reason only the
-// key is kept.
+// Adds the key to the loss with the same file, reason and `part`. After the first kMaxWarnings
+// losses, only keys are kept.
 void ForeignBuilder::ReportLost(std::string_view file, std::string_view reason, LostKind what,
                                 std::string_view key, bool part) {
   auto& by_file = rep_->lost_by_file;
@@ -348,8 +350,8 @@ void ForeignBuilder::ReportLostFile(std::string_view file, std::string_view reas
   by_file.emplace(std::tuple(loss.file, loss.reason, false), loss);
 }
 
-// Returns all losses, and puts their warnings before all others. Losses of files come first, one
-// line for each.
+// Returns all losses, and puts their warnings before all other warnings. Losses with a file come
+// first.
 std::vector<ForeignLoss> ForeignBuilder::TakeLosses() {
   std::vector<ForeignLoss> all;
   std::vector<std::string> warnings;
@@ -436,8 +438,8 @@ void ForeignBuilder::SortTensors() {
   all.erase(all.begin() + static_cast<std::ptrdiff_t>(kept), all.end());
 }
 
-// Sorts objects and leaves out those whose grid has missing or duplicate parts. An object without a
-// grid is one part with an empty index: the product of no extents is 1.
+// Sorts objects and leaves out those whose grid has missing or duplicate parts. An object that is
+// not divided has one part with an empty index and an empty grid, whose product is 1.
 void ForeignBuilder::CheckObjects() {
   std::vector<ObjectRecord>& all = inventory_.objects;
   std::sort(all.begin(), all.end(), ObjectLess);
@@ -454,7 +456,7 @@ void ForeignBuilder::CheckObjects() {
         why = "part " + all[end].index.ToString() + " is stored twice";
       }
     }
-    // The parts are different and on the grid, so all exist if their number is that of the grid.
+    // All parts have different indices on the grid, so none is missing if their number is right.
     const auto parts = static_cast<std::uint64_t>(*CheckedProduct(all[i].grid));
     if (why.empty() && parts != end - i) {
       why = "only " + std::to_string(end - i) + " of the " + std::to_string(parts) +
@@ -492,8 +494,8 @@ Status ForeignBuilder::SortFiles() {
   for (ObjectRecord& object : inventory_.objects) object.file = map[object.file];
   constexpr std::array<std::uint32_t, 1> kManifests{0};
   for (TensorRecord& tensor : inventory_.tensors) {
-    // CheckCover has sorted the chunks by position. No two chunks begin at one element, so new file
-    // numbers do not change the order.
+    // CheckCover has sorted the chunks by position. Chunks do not overlap, so new file numbers do
+    // not change the order.
     TENSORMOUNT_RETURN_IF_ERROR(tensor.extents.Remap(map, kManifests));
   }
   return {};
@@ -547,7 +549,6 @@ void ForeignBuilder::SetIdentity() {
   inventory_.info.created = inventory_.info.json_mtime = inventory_.info.common_mtime = newest;
 }
 
-// The builder is empty afterwards.
 Result<ForeignInventory> ForeignBuilder::Finish() {
   rep_->open.Clear();
   if (rep_->pending && !rep_->resolver) {
@@ -575,7 +576,7 @@ Result<ForeignInventory> ForeignBuilder::Finish() {
   return out;
 }
 
-// Only tensors with holes have to be removed: tensors that are lost as a whole have no record.
+// Tensors that are lost as a whole have no record, so only tensors with holes are removed here.
 void RemoveIncompleteTensors(ForeignInventory& inventory) {
   if (inventory.lost.empty()) return;
   std::unordered_set<std::string_view> holed;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ForeignFolder of foreign.h: access to the files of a foreign checkpoint, in which no name or link
-// leads out of the bounds.
+// ForeignFolder of foreign.h gives access to the files of a foreign checkpoint. No name or link can
+// lead out of the bounds.
 //
 // Names come from metadata that anybody may have written, and links may change at any time, so
 // checking names is not enough: every open uses openat2 with RESOLVE_BENEATH below a bound
@@ -19,10 +19,10 @@ namespace {
 
 // Longest name: PATH_MAX of Linux is 4,096 with the NUL at the end.
 constexpr std::size_t kMaxPathBytes = 4095;
-// Bytes of a foreign name that a message shows.
+// At most this many bytes of a foreign name are shown in a message.
 constexpr std::size_t kShownBytes = 256;
-// A larger file is read only if its first bytes are as expected: a sparse file of 2 GiB costs its
-// author nothing, but reading it would take 2 GiB of memory.
+// A file larger than kReadAtOnce is read only if its first bytes are as expected: a sparse file of
+// 2 GiB costs its author nothing, but reading it would take 2 GiB of memory.
 constexpr std::uint64_t kReadAtOnce = std::uint64_t{1} << 20;
 constexpr std::size_t kFirstBytes = 4096;
 
@@ -127,9 +127,9 @@ Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& pat
   return out;
 }
 
-// Sets bounds_, root_ and folder_; before, root_ is the directory itself. A root that no link leads
-// into is ignored, so that a --root for another source does not change the names in this one's
-// records.
+// Sets bounds_, root_ and folder_. Before the call, root_ is the directory itself. A root is
+// ignored if no link leads into it: a --root for another source must not change the names in the
+// records of this source.
 Status ForeignFolder::AddBounds(std::span<const std::string> roots) {
   constexpr std::size_t kMaxLinksLookedAt = 10'000;
   const std::string folder = root_;
@@ -188,8 +188,8 @@ Result<std::string> ForeignFolder::PathFromRoot(std::string_view name) const {
   return JoinedBelow(folder_, name);
 }
 
-// Makes kDataLoss of the errors for a FIFO, a device or a loop of links in place of a file, because
-// the caller's argument is valid and the checkpoint is damaged.
+// Changes the errors for a FIFO, a device or a loop of links in place of a file to kDataLoss: the
+// caller's argument is valid, and the checkpoint is damaged.
 Status ForeignFolder::DataLossOf(std::string_view name, const Status& status) const {
   if (status.ToErrno() == ELOOP) {
     return {Code::kDataLoss,
@@ -199,8 +199,9 @@ Status ForeignFolder::DataLossOf(std::string_view name, const Status& status) co
   return {Code::kDataLoss, status.message()};
 }
 
-// Calls f with the first bound and the name below that bound. If the kernel refuses a link (EXDEV),
-// calls f again with the bound that the link leads into and the name there.
+// Calls f with the first bound and the name relative to it. If the kernel refuses a link (EXDEV),
+// calls f again with the bound that the link leads into and the resolved name relative to that
+// bound.
 template <typename F>
 auto ForeignFolder::WithinBounds(std::string_view name, F f) const
     -> decltype(f(std::string(), std::string())) {
@@ -276,7 +277,8 @@ Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t
     const std::string_view text(head.data(), looked_at);
     const std::size_t begin = text.find_first_not_of(" \t\r\n");
     if (begin == std::string_view::npos || !text.substr(begin).starts_with(first)) {
-      return Status(Code::kDataLoss, Shown(name) + ": does not begin like a file of this format");
+      return Status(Code::kDataLoss,
+                    Shown(name) + ": the file does not begin like a file of its format");
     }
   }
   std::string data(static_cast<std::size_t>(info.size), '\0');
@@ -290,7 +292,7 @@ Result<std::vector<DirectoryEntry>> ForeignFolder::List(std::string_view name) c
   });
 }
 
-// A file that cannot be examined counts as missing; an attempt to open it gives the reason.
+// A file that cannot be examined counts as missing; OpenRead returns the reason.
 bool ForeignFolder::Has(std::string_view name) const { return Stat(name).ok(); }
 
 Result<ForeignFolder> ForeignFolder::Subfolder(std::string_view name) const {
@@ -298,12 +300,12 @@ Result<ForeignFolder> ForeignFolder::Subfolder(std::string_view name) const {
   if (info.kind != FileKind::kDirectory) {
     return Status(Code::kNotFound, Shown(name) + ": not a directory");
   }
-  // Locate resolves links, so the new path has none. The root is the same.
+  // Locate resolves links, so the new path has no links. The root stays the same.
   ForeignFolder out = *this;
   TENSORMOUNT_ASSIGN_OR_RETURN(out.folder_, Locate(name));
   out.path_ = JoinPath(root_, out.folder_);
   out.file_.clear();
-  // If a link led into another bound, that becomes the first.
+  // If a link led into another bound, this bound becomes the first one.
   const auto holds = std::ranges::find_if(out.bounds_, [&](const std::string& bound) {
     return RelativeTo(bound, out.path_).has_value();
   });

@@ -64,13 +64,14 @@ std::optional<std::uint64_t> IterationOf(std::string_view name);
 // The name of the latest step: the step in latest_checkpointed_iteration.txt, else the step of the
 // highest iteration; empty without steps.
 std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignStep>& steps);
-// A value that changes when the checkpoint in a directory is replaced. Among the files by which
-// formats are recognised, it has the times of the newest, and as `inode` a hash of all of them.
+// A value that changes when the checkpoint in a directory is replaced. The stamp covers the files
+// by which formats are recognised: its times are those of the newest file, and its `inode` is a
+// hash over all of the files.
 Result<FileInfo> FormatStamp(const ForeignFolder& folder);
 
 // One instance of each format. The comments name the file that implements it.
 const ForeignFormat& TorchDcpFormat();  // dcp.cc: DCP, Megatron torch_dist, OLMo-core >= 1.0
-// dcp.cc: saves without a global plan (only __R.metadata)
+// dcp.cc: saves without a global plan (only __R.metadata of each rank R)
 const ForeignFormat& TorchDcpRankFormat();
 const ForeignFormat& MegatronZarrFormat();  // megatron_zarr.cc
 const ForeignFormat& OlmoFormat();          // olmo.cc: OLMo-core 0.1

@@ -38,8 +38,9 @@ std::string CheckpointAbove(const ForeignFolder& file) {
   const std::string above = path.substr(0, slash);
   if (file.fs().LinkStat(JoinPath(above, kCommitName)).ok()) return above;
   const Result<ForeignFolder> folder = ForeignFolder::Open(file.fs(), above, {});
-  // Other files, such as a text beside a model, are not part of the checkpoint.
   if (!folder.ok()) return {};
+  // In a foreign checkpoint only these files are recognised as parts; another file, such as a text
+  // beside a model, is not.
   if (!file.file().ends_with(".metadata") && !file.file().ends_with(".distcp")) return {};
   return FindForeignFormat(folder.value()) != nullptr ? above : std::string();
 }
@@ -59,7 +60,7 @@ std::string DescribeUnknownSource(const ForeignFolder& folder) {
   }
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");
   if (!entries.ok()) return entries.status().message();
-  if (entries.value().empty()) return "an empty directory";
+  if (entries.value().empty()) return "the directory is empty";
   const auto any = [&](auto matches) {
     return std::any_of(entries.value().begin(), entries.value().end(), matches);
   };
@@ -80,8 +81,9 @@ std::string DescribeUnknownSource(const ForeignFolder& folder) {
   return "not a checkpoint: no COMMIT, no store.json and no file of a supported format";
 }
 
-// Notes data in the directory that the format did not read, such as optimizer.pt beside a model:
-// files by the ends of their names, directories if a format matches.
+// Reports data in the directory that the format did not read, such as optimizer.pt beside a model
+// (ForeignInventory::beside). A file counts as data by the end of its name, a directory if a format
+// matches.
 void AddEntriesBeside(const ForeignFolder& folder, ForeignBuilder& builder) {
   constexpr std::array<std::string_view, 11> kData = {".safetensors", ".pt",  ".pth", ".bin",
                                                       ".ckpt",        ".tar", ".npy", ".npz",
@@ -113,7 +115,7 @@ void AddEntriesBeside(const ForeignFolder& folder, ForeignBuilder& builder) {
 
 }  // namespace
 
-// Formats that are recognised with most certainty come first.
+// Formats that are recognised with most certainty come first, because the first match is used.
 std::span<const ForeignFormat* const> ForeignFormats() {
   static const std::vector<const ForeignFormat*> kFormats = {
       &MegatronZarrFormat(), &OlmoFormat(),      &TorchDcpFormat(), &TorchDcpRankFormat(),
@@ -149,8 +151,9 @@ Result<ForeignInventory> ReadForeign(const ForeignFolder& folder) {
     return std::tuple(info.inode, info.size, info.mtime_seconds, info.mtime_nanoseconds);
   };
   if (before.ok() && after.ok() && mark(before.value()) != mark(after.value())) {
-    return Status(Code::kStale,
-                  folder.path() + ": was modified while it was being opened; try again");
+    return Status(
+        Code::kStale,
+        folder.path() + ": the directory was modified while it was being opened; try again");
   }
   TENSORMOUNT_RETURN_IF_ERROR(read);
   AddEntriesBeside(folder, builder);

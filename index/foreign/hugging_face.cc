@@ -31,8 +31,8 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kSuffix = ".safetensors";
-// Key in `__metadata__` of files of HuggingFaceStorageWriter: the offsets of the file's shards in
-// the global tensors.
+// Entry of `__metadata__` in the files of HuggingFaceStorageWriter: the offsets of the file's
+// shards in the global tensors.
 constexpr std::string_view kShardingKey = "DCP_SHARDING_INFO";
 
 // A tensor, or a shard of one, in one file. A whole tensor is a shard that begins at 0.
@@ -41,7 +41,8 @@ struct StoredShard {
   DType dtype = DType::kU8;
   Dims shape;
   Dims begin;         // Offsets in the global tensor.
-  bool whole = true;  // The file has no offsets for it.
+  // True: the file has no saved offsets for the tensor.
+  bool whole = true;
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
@@ -53,8 +54,8 @@ using SavedOffsets = std::map<std::string, Dims>;
 
 Result<SavedOffsets> ParseOffsets(std::string_view text) {
   JsonLimits limits;
-  // Each tensor has an object, a list, and a number for each axis. The limit is far above real
-  // models.
+  // Each tensor takes an object, a list, and a number for each axis. The limit is far above the
+  // tensors of real models.
   limits.max_values = std::size_t{1} << 22;
   TENSORMOUNT_ASSIGN_OR_RETURN(const nlohmann::json all, ParseStrictJson(text, limits));
   SavedOffsets out;
@@ -85,8 +86,8 @@ class HuggingFaceReader {
   Status Read() {
     if (!folder_.file().empty()) {
       TENSORMOUNT_RETURN_IF_ERROR(ReadNamed(folder_.file(), false));
-      // If all tensors of the file have unknown dtypes, the read fails, so that the file does not
-      // look empty.
+      // If all tensors of the file have unsupported dtypes, the read fails, because an empty result
+      // would look like an empty file.
       if (shards_.empty() && !unknown_.empty()) return Status(Code::kUnsupported, unknown_);
     } else {
       TENSORMOUNT_RETURN_IF_ERROR(ReadFolder());
@@ -126,8 +127,8 @@ class HuggingFaceReader {
     if (!files.indices.empty()) {
       return AmbiguousWeights(folder_, "contains several index files", files.indices);
     }
-    // With both kinds of weights, transformers reads the torch file, but vLLM the safetensors
-    // files.
+    // Without an index, transformers reads the torch file of such a directory, but vLLM reads the
+    // safetensors files. So neither is chosen here.
     const WeightFiles torch = TorchWeightFiles(entries);
     if (!torch.empty()) {
       std::vector<std::string> all = files.loose;
@@ -141,8 +142,8 @@ class HuggingFaceReader {
     return CheckAnyRead();
   }
 
-  // Reads a file of a directory. If the file is missing, damaged or not supported, only its tensors
-  // are reported as lost.
+  // Reads one file of several. If the file is missing, damaged or not supported, its tensors are
+  // reported as lost, and the read of the other files continues.
   Status ReadOrLose(const std::string& name, Wanted* wanted) {
     const std::size_t before = shards_.size();
     const Status status = ReadHeader(name, wanted, true);
@@ -157,7 +158,7 @@ class HuggingFaceReader {
     shards_.resize(before);
     unread_.push_back(status);
     std::string reason = status.message();
-    // The loss has the file's name in a field of its own.
+    // ForeignLoss has the file's name in a field of its own.
     if (const std::size_t at = reason.find(name + ": "); at != std::string::npos) {
       reason.erase(0, at + name.size() + 2);
     }
@@ -166,13 +167,14 @@ class HuggingFaceReader {
     if (wanted == nullptr) builder_.ReportLostFile(name, reason);
     if (wanted == nullptr) return {};
     for (auto& [key, found] : *wanted) {
-      found = true;  // ReadByIndex must not report it again.
+      // ReadByIndex reports the keys that are not found; these are reported below.
+      found = true;
       builder_.ReportLost(name, reason, ForeignBuilder::LostKind::kTensor, key);
     }
     return {};
   }
 
-  // Fails with the errors of ReadOrLose if no file could be read.
+  // If no file could be read, fails with the errors that ReadOrLose collected.
   Status CheckAnyRead() const {
     if (files_read_ > 0 || unread_.empty()) return {};
     constexpr std::size_t kShown = 8;
@@ -186,9 +188,8 @@ class HuggingFaceReader {
     return unread_.front().WithMessage(text);
   }
 
-  // Reports missing files of a series "model-00002-of-00005.safetensors" by the numbers in the
-  // names ("-NNNNN-of-NNNNN", five digits each). It is unknown which tensors a missing file had, so
-  // the loss has no keys.
+  // Reports missing files of a series such as "model-00002-of-00005.safetensors", by the numbers in
+  // the names. It is unknown which tensors a missing file had, so the loss has no keys.
   void WarnOfMissing(const std::vector<std::string>& files) {
     // Number of existing files by pattern, "model-*-of-00005".
     std::map<std::string, std::uint64_t> there;
@@ -217,11 +218,11 @@ class HuggingFaceReader {
     TENSORMOUNT_ASSIGN_OR_RETURN(const WeightMap map, ReadWeightMap(folder_, name));
     for (const auto& [file, keys] : map) {
       if (!folder_.Has(file)) {
-        // If a link leads out of the bounds, the file is not missing, and the read fails.
+        // A file behind a link that leads out of the bounds is not missing: the read fails.
         const Status why = folder_.Stat(file).status();
         if (why.code() == Code::kPermissionDenied) return why;
         for (const std::string& key : keys) {
-          builder_.ReportLost(file, "is listed in " + name + ", but not in the directory",
+          builder_.ReportLost(file, "the file is listed in " + name + ", but does not exist",
                               ForeignBuilder::LostKind::kTensor, key);
         }
         continue;
@@ -231,14 +232,15 @@ class HuggingFaceReader {
       TENSORMOUNT_RETURN_IF_ERROR(ReadOrLose(file, &wanted));
       for (const auto& [key, found] : wanted) {
         if (found) continue;
-        builder_.ReportLost(file, "does not contain what " + name + " lists",
+        builder_.ReportLost(file,
+                            "the file does not contain all tensors that " + name + " lists for it",
                             ForeignBuilder::LostKind::kTensor, key);
       }
     }
     return CheckAnyRead();
   }
 
-  // Reads the header; if that fails, the error tells what the file is.
+  // Reads the header. If the file has another known format, the error names that format.
   Result<SafetensorsHeader> HeaderOf(const std::string& name, File& file) {
     Result<SafetensorsHeader> header = ReadSafetensorsHeader(file, UnknownDType::kLeaveOut);
     if (header.ok()) return header;
@@ -257,8 +259,9 @@ class HuggingFaceReader {
   }
 
   // Reads the header of a file and adds its shards. `wanted`: the tensors that the index lists for
-  // the file; null: all. `in_folder`: whether to use the offsets of shards; false for a file that
-  // the user names, which is shown with its own shapes, because the other shards are not read.
+  // the file; null: all. `in_folder`: whether to use the offsets of shards. It is false for a file
+  // that the user names: its shards are then shown as separate tensors, because the other files are
+  // not read.
   Status ReadHeader(const std::string& name, Wanted* wanted, bool in_folder) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder_.AddFile(name));
     file_names_[file] = name;
@@ -331,7 +334,8 @@ class HuggingFaceReader {
   // Adds the metadata of a file; equal entries of several files ("format": "pt") are kept once.
   void AddMetadata(const std::string& name, std::map<std::string, std::string> metadata) {
     for (auto& [key, value] : metadata) {
-      // The offsets differ for each file, and the regions already have them.
+      // The offsets of shards differ between files, and the regions of the shards already contain
+      // them.
       if (key == kShardingKey) continue;
       const auto [known, fresh] = common_.emplace(key, value);
       if (fresh) {
@@ -356,11 +360,13 @@ class HuggingFaceReader {
     return {};
   }
 
-  // Adds a tensor. Its global shape is not stored, so it is computed from the ends of the shards.
+  // Adds a tensor. The files do not have its global shape, which is computed from the ends of the
+  // shards.
   Status AddTensor(std::span<const StoredShard> shards) {
     const StoredShard& first = shards.front();
     if (const Status usable = CheckKey(first.key); !usable.ok()) {
-      // The key is valid in safetensors, but not in this library. The other tensors are still read.
+      // Such a key is valid in safetensors, but not in this library. The other tensors are still
+      // read.
       builder_.Warn(file_names_[first.file] + ": a tensor is left out: " + usable.message());
       return {};
     }
@@ -380,7 +386,8 @@ class HuggingFaceReader {
         return {};
       }
       for (int a = 0; a < shape.rank(); ++a) {
-        // A missing last shard is not noticed here (docs/formats-adopted.md).
+        // A missing last shard is not noticed here: the tensor only looks smaller
+        // (docs/formats-adopted.md).
         const auto reach = CheckedAdd(shard.begin[a], shard.shape[a]);
         if (!reach) return DataLoss("tensor '" + first.key + "': its saved_offsets overflow");
         shape[a] = std::max(shape[a], *reach);
@@ -399,9 +406,10 @@ class HuggingFaceReader {
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
   std::vector<StoredShard> shards_;
-  std::string unknown_;  // The last warning about a tensor of unknown dtype; empty: no such tensor.
+  // The last warning about a tensor of an unsupported dtype; empty if there is no such tensor.
+  std::string unknown_;
   std::size_t files_read_ = 0;
-  std::vector<Status> unread_;  // Why files of the directory were not read.
+  std::vector<Status> unread_;  // Errors of files that were not read.
   std::map<std::uint32_t, std::string> file_names_;
   std::map<std::string, std::string> common_;  // The metadata of all files so far.
 };
@@ -412,8 +420,8 @@ class HuggingFace final : public ForeignFormat {
 
   bool Probe(const ForeignFolder& folder) const override {
     if (!folder.file().empty()) {
-      // The bytes decide, because files in a hub's cache are named by hashes, and a name may be
-      // wrong.
+      // The first bytes decide: the cache of a Hugging Face hub names files by hashes, and a name
+      // may be wrong.
       const FileType begin = FileTypeOf(folder, folder.file());
       if (begin == FileType::kSafetensors) return true;
       return begin == FileType::kOther && (folder.file().ends_with(kSuffix) ||

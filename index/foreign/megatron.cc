@@ -51,8 +51,8 @@ std::optional<Dims> ParseDotted(std::string_view text) {
   }
 }
 
-// Parses the name of a part of a sharded object; nullopt for other names. With names of old
-// releases the last extent of the grid is missing.
+// Parses the name of a part of a sharded object; nullopt for other names. Names of old releases
+// lack the last extent of the grid.
 std::optional<ObjectRecord> ParseName(std::string_view name) {
   constexpr std::string_view kMark = "/shard_";
   const std::size_t mark = name.rfind(kMark);
@@ -101,8 +101,8 @@ std::string KeyText(const Value& key) {
 
 bool IsNamed(const Value& key) { return key.kind() == Kind::kString || key.kind() == Kind::kInt; }
 
-// Whether a key is longer than keys may be. Such keys are not copied, because a pickle may use one
-// long text a million times.
+// Whether a key exceeds kMaxKeyBytes. Such a key is not copied, because a pickle may use one long
+// text a million times.
 bool IsTooLong(const Value& key) {
   return key.kind() == Kind::kString && key.text().size() > kMaxKeyBytes;
 }
@@ -123,8 +123,8 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, C
     std::optional<CommonValue> plain;
     if (!IsTooLong(items.key(i))) plain = budget.Convert(items.item(i));
     if (!plain) {
-      // TorchTree shows the tensors of dicts and namespaces. A tensor of a namespace is counted in
-      // `lost` nevertheless.
+      // A tensor in a dict is not counted in `lost`, because TorchTree adds it as a tensor. (A
+      // tensor in a namespace is counted, although TorchTree adds it too.)
       const bool shown = value.kind() == Kind::kDict && TorchArchive::IsTensor(items.item(i));
       if (!shown) lost.Add(std::string(name) + "." + ShownKey(items.key(i)));
       continue;
@@ -137,8 +137,8 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, C
   return out;
 }
 
-// metadata.json, if it names a backend. nullopt if another program, such as OLMo-core, wrote the
-// file.
+// Parses metadata.json; nullopt if the file does not name a backend, because then another program,
+// such as OLMo-core, wrote it.
 std::optional<nlohmann::json> ConfigOf(const ForeignFolder& folder) {
   const Result<std::string> text = folder.ReadFile(kConfigFile, std::uint64_t{1} << 20);
   if (!text.ok()) return std::nullopt;
@@ -187,7 +187,7 @@ Status CheckMegatronBackend(const ForeignFolder& folder) {
 std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names) {
   std::vector<ObjectRecord> out;
   out.reserve(names.size());
-  // The caller's names outlive this call.
+  // Views of the caller's names, which outlive this call.
   const std::unordered_set<std::string_view> all(names.begin(), names.end());
   std::map<std::string, std::vector<std::size_t>> by_key;
   for (std::size_t i = 0; i < names.size(); ++i) {
@@ -198,7 +198,7 @@ std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names) {
   for (const auto& [key, numbers] : by_key) {
     std::vector<ObjectRecord*> parts;
     for (const std::size_t i : numbers) parts.push_back(&out[i]);
-    // The parts stay plain objects if another object has the key as its name.
+    // If another object has the key as its name, the parts are kept as separate objects.
     if (!all.contains(key) && FillGrid(parts)) continue;
     for (const std::size_t i : numbers) out[i] = ObjectRecord{.key = names[i]};
   }
@@ -251,7 +251,7 @@ Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget) {
   Value items = archive.document().root();
-  // Megatron-Core stores the dict as an object in a list with one item.
+  // Since Megatron-Core 0.19 the common state is a sharded object, which is a list with one item.
   if (items.kind() == Kind::kList && items.size() == 1) items = items.item(0);
   if (items.kind() != Kind::kDict) return Status();
   CountedNames lost;  // Items that are not shown, because they are not plain data.

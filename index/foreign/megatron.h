@@ -27,15 +27,16 @@ namespace tensormount {
 // The field sharded_backend of metadata.json ("torch_dist", "zarr"); empty if the file does not
 // exist or another program wrote it.
 std::string MegatronBackend(const ForeignFolder& folder);
-// kUnsupported, naming the field, if metadata.json has an unknown backend or version.
+// Checks metadata.json, if Megatron-Core wrote it. kUnsupported: a backend or version is unknown;
+// the message names the field.
 Status CheckMegatronBackend(const ForeignFolder& folder);
 
-// Parses the names of sharded objects: "KEY/shard_1.0_2.4" is element [1, 0] of a grid of [2, 4].
-// The result has key, index and grid of each name. A plain object has an empty index and grid, and
-// the full name as its key. Names are parsed from the right, since keys may contain '/'. All names
-// of a checkpoint are needed together, because old releases omit the last extent, which then
-// follows from the other names. Objects whose parts do not fill their grid exactly become plain
-// objects.
+// Parses the names of sharded objects: "KEY/shard_1.0_2.4" is part [1, 0] of an object that is
+// divided by a grid of [2, 4]. The result has key, index and grid for each name. A name of another
+// form is the key of a plain object, whose index and grid are empty. The suffix is searched from
+// the right, because keys may contain '/'. All names of a checkpoint are needed at once, because
+// old releases omit the last extent of the grid, which follows from the other names. Objects whose
+// parts do not fill their grid exactly become plain objects.
 std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names);
 
 // The original shape of optimizer state that was stored flattened. The stored shape is the number
@@ -55,10 +56,10 @@ class MegatronFlatShape {
   Dims fragment_;  // Extents of one fragment.
 };
 
-// Adds the content of an archive of common state, which is a dict or a list with one dict: tensors,
-// named by the keys on the path to them, and a common value for each key of the dict with plain
-// data. The archive begins at byte `at` of file number `file`. `from`: its name in warnings about
-// content that is left out.
+// Adds the content of an archive of common state, which is a dict or a list with one dict. Tensors
+// get the keys on the path to them as names. Each other key of the dict with plain data becomes a
+// common value. The archive begins at byte `at` of file number `file`. `from` is the name of the
+// archive in warnings.
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget);
 

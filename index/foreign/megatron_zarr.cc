@@ -26,14 +26,15 @@ namespace {
 constexpr std::string_view kArray = ".zarray";
 constexpr std::string_view kZgroup = ".zgroup";
 constexpr std::string_view kZarr3 = "zarr.json";
-// End of the names of lock files by writers of flattened state.
+// End of the names of the lock directories that writers of flattened state create (zarr's
+// ProcessSynchronizer).
 constexpr std::string_view kSync = ".sync";
 constexpr std::string_view kMegatron = "zarr";
 constexpr std::uint64_t kMaxArrayJson = std::uint64_t{1} << 20;
 // Deepest directory of a hierarchy; real hierarchies are a few levels deep.
 constexpr int kMaxZarrDepth = 64;
-// Number of directories that a probe examines, which must be quick also in a directory of a million
-// steps.
+// Number of directories that a probe examines. A probe must be quick, even in a directory of a
+// million steps.
 constexpr int kProbed = 16;
 
 std::string JoinedNames(const std::string& below, const std::string& name) {
@@ -71,7 +72,7 @@ class ArrayReader {
     const std::string& key = builder_.MetaOf(tensor_).key();
     if (strange_.count > 0) {
       builder_.Warn("tensor " + key + ": " + std::to_string(strange_.count) +
-                    " files in its directory are not chunks of it and are ignored (the first: " +
+                    " files in the tensor's directory are not chunks and are ignored (the first: " +
                     strange_.first + ")");
     }
     // If an array has a fill value, chunks of only that value are often not written. Their elements
@@ -79,10 +80,10 @@ class ArrayReader {
     // a missing chunk is a hole, which the builder reports.
     const std::optional<std::int64_t> all = CheckedProduct(grid_);
     if (array_.fill_value && (!all || stored_ < *all)) {
-      builder_.LeaveOut(tensor_,
-                        (all ? std::to_string(*all - stored_) : std::string("most")) +
-                            " of its chunks are not stored and consist of its fill value " +
-                            array_.fill_value->substr(0, 64) + ", which cannot be read in place");
+      builder_.LeaveOut(
+          tensor_, (all ? std::to_string(*all - stored_) : std::string("most")) +
+                       " of the tensor's chunks are not stored and consist of the fill value " +
+                       array_.fill_value->substr(0, 64) + ", which cannot be read in place");
     }
     return Status();
   }
@@ -128,8 +129,8 @@ class ArrayReader {
       extent.push_back(std::min(array_.chunks[a], array_.shape[a] - begin[a]));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
-    // If the file is a FIFO or a loop of links, the chunk is a hole. stored_ counts the chunk,
-    // because it does not consist of the fill value.
+    // If the file is a FIFO or a loop of links, the chunk becomes a hole. stored_ counts it as
+    // stored, because its elements are not the fill value.
     const Result<std::uint32_t> added = builder_.AddFile(name);
     if (added.status().code() == Code::kDataLoss) {
       builder_.Warn("tensor " + builder_.MetaOf(tensor_).key() + " " + box.ToString() + ": " +
@@ -190,7 +191,7 @@ class HierarchyReader {
     };
     const std::string shown = below.empty() ? "." : below.substr(0, 256);
     if (has(kArray) && has(kZarr3)) {
-      // zarr-python would read zarr.json, whose array may have other chunks.
+      // If both files exist, zarr-python reads zarr.json, which may describe another array.
       builder_.Warn(
           "directory " + shown +
           ": left out: it has both .zarray and zarr.json, which may describe different arrays");
@@ -231,8 +232,8 @@ class HierarchyReader {
     return Status();
   }
 
-  // Checks zarr_format in a .zgroup, which applies to all arrays below: arrays of another version
-  // may have another layout.
+  // Checks zarr_format in a .zgroup. The version of a group applies to all arrays below, and
+  // another version may store arrays in another layout.
   Status CheckGroup(const std::string& below) {
     const std::string name = JoinedNames(below, std::string(kZgroup));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, folder_.ReadFile(name, kMaxArrayJson));

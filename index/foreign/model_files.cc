@@ -12,7 +12,7 @@
 namespace tensormount {
 namespace {
 
-// Patterns of names; tokenizers and templates may have several files.
+// Patterns of names. Tokenizers and templates may have several files.
 constexpr std::array<std::string_view, 9> kModelFiles = {
     "config.json",   "generation_config.json",  "tokenizer*.json",   "tokenizer.model",
     "vocab.*",       "special_tokens_map.json", "added_tokens.json", "merges.txt",

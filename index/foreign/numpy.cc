@@ -28,17 +28,18 @@ constexpr std::string_view kNpy = ".npy";
 constexpr std::string_view kNpz = ".npz";
 constexpr int kMaxNumpyDepth = 32;
 
-// Whether only one array is left out because of this error. Other errors (permissions, a failing
-// disk) fail the read, because the next array would fail as well.
+// Whether an error concerns only one array, which is then left out. Other errors (permissions, a
+// failing disk) fail the read, because they would occur with the next array too.
 bool IsArrayError(const Status& status) {
   return status.code() == Code::kUnsupported || status.code() == Code::kDataLoss;
 }
 
-// Number of bytes that are read to get a header; almost all headers are smaller.
+// Number of bytes that are read for a header; almost all headers are smaller.
 constexpr std::uint64_t kNpyHeadBytes = 4096;
 
 // Reads the header of the array in bytes [begin, begin + length) of the file. `head`: the first
-// bytes, if the caller has read them. If the header is longer than `head`, it is read again.
+// bytes of the array, if the caller has read them. If they do not contain the whole header, the
+// header is read from the file.
 Result<NpyHeader> ReadNpyHeader(File& file, std::uint64_t begin, std::uint64_t length,
                                 std::string head) {
   if (head.empty()) {
@@ -65,8 +66,8 @@ Dims FortranStrides(DType dtype, const Dims& shape) {
   return strides;
 }
 
-// Adds the array in bytes [begin, begin + length) of a file. `head`: its first bytes, if the caller
-// has read them.
+// Adds the array in bytes [begin, begin + length) of a file. `head`: the first bytes of the array,
+// if the caller has read them.
 Status AddArray(ForeignBuilder& builder, std::string_view key, std::uint32_t number,
                 std::uint64_t begin, std::uint64_t length, std::string head = {}) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder.OpenFile(number));
@@ -77,10 +78,10 @@ Status AddArray(ForeignBuilder& builder, std::string_view key, std::uint32_t num
   // Cannot be negative, because the whole header is within `length` bytes.
   const std::uint64_t available = length - header.data_offset;
   if (available < meta.bytes()) {
-    return Status(Code::kDataLoss, std::to_string(available) + " bytes of elements, but shape " +
-                                       header.shape.ToString() + " of " +
-                                       std::string(InfoOf(header.dtype).name) + " needs " +
-                                       std::to_string(meta.bytes()));
+    return Status(Code::kDataLoss,
+                  std::to_string(available) + " bytes of elements are stored, but shape " +
+                      header.shape.ToString() + " of " + std::string(InfoOf(header.dtype).name) +
+                      " needs " + std::to_string(meta.bytes()));
   }
   if (available > meta.bytes()) {
     builder.Warn("tensor " + std::string(key.substr(0, 256)) + ": " +
@@ -114,8 +115,8 @@ Status AddOrSkipArray(ForeignBuilder& builder, std::string_view key, std::uint32
   return Status();
 }
 
-// The first bytes of each entry, read together. All are empty if an entry cannot be read, so that
-// the caller reads each entry separately.
+// Reads the first bytes of all entries together. If that fails, all results are empty, and
+// ReadNpyHeader reads each entry separately.
 std::vector<std::string> HeadsOf(File& file, std::span<const ZipEntry> entries) {
   std::vector<std::string> heads(entries.size());
   std::vector<std::size_t> order(entries.size());
@@ -153,7 +154,7 @@ Status ReadNpz(ForeignBuilder& builder, std::uint32_t number) {
     const std::string_view key =
         std::string_view(entry.name).substr(0, entry.name.size() - kNpy.size());
     if (names.contains(key)) {
-      // For this key NumPy loads the entry with exactly this name.
+      // For a key that is also the full name of an entry, numpy.load returns that entry.
       builder.Warn("tensor " + std::string(key.substr(0, 256)) +
                    ": left out: the archive also has an entry '" + std::string(key.substr(0, 256)) +
                    "', which NumPy loads under this name");
@@ -187,7 +188,8 @@ Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std
     const std::string_view key = std::string_view(name).substr(0, name.size() - kNpy.size());
     // The file is a FIFO or a loop of links.
     if (added.status().code() == Code::kDataLoss) {
-      builder.ReportLost(name, "is not a regular file", ForeignBuilder::LostKind::kTensor, key);
+      builder.ReportLost(name, "the file is not a regular file", ForeignBuilder::LostKind::kTensor,
+                         key);
       continue;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, added);
@@ -222,8 +224,9 @@ class Numpy : public ForeignFormat {
 
   bool Probe(const ForeignFolder& folder) const override {
     if (folder.file().empty()) return HasArrays(folder, "", true);
-    // The bytes decide, because in a hub's cache, or by a link, a file may have any name. A zip
-    // that is empty, or whose first entry is not an array, is recognised by its name.
+    // The bytes decide: a link, or a file in the cache of a Hugging Face hub, may have any name.
+    // The bytes of a zip do not decide if the zip is empty, or if its first entry is not an array;
+    // then the name must end with ".npz".
     const FileType begin = FileTypeOf(folder, folder.file());
     return begin == FileType::kNpy || begin == FileType::kNumpyZip ||
            (begin == FileType::kZip && folder.file().ends_with(kNpz));

@@ -3,10 +3,10 @@
 // metadata.json. Its trainer writes two such directories, model/ and optim/. Later releases write
 // DCP.
 //
-// metadata.json has the shape and dtype of each tensor, and which file has which part of it: boxes,
-// or ranges of the flattened tensor. The headers of the safetensors files give the position of the
-// bytes, under the same key; several ranges in one file follow each other. Chunks are made of both,
-// after a comparison.
+// metadata.json has the shape and dtype of each tensor, and tells which file has which part of it:
+// a box, or ranges of the flattened tensor. The header of each safetensors file gives the position
+// of the bytes under the same key; several ranges in one file follow each other. The two are
+// compared, and chunks are made from both.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -33,8 +33,8 @@ constexpr std::uint64_t kMaxOlmoPickle = std::uint64_t{1} << 20;
 // 1.0.
 constexpr std::array<std::string_view, 2> kHalves = {"model", "optim"};
 
-// Whether "tensors" is in the first bytes of metadata.json, as in OLMo's. Megatron's metadata.json
-// is a few words without it.
+// Whether the first bytes of metadata.json contain "tensors", as those of OLMo-core do.
+// Megatron-Core's metadata.json has only a few fields, none of which has this name.
 bool LooksLikeOlmo(const ForeignFolder& folder, const std::string& name) {
   const Result<std::unique_ptr<File>> file = folder.OpenRead(name);
   if (!file.ok()) return false;
@@ -44,8 +44,8 @@ bool LooksLikeOlmo(const ForeignFolder& folder, const std::string& name) {
   return std::string_view(head.data(), got.value()).find("\"tensors\"") != std::string_view::npos;
 }
 
-// Whether the bytes of the tensor are a pickle: hyperparameters, or the names of an optimizer's
-// state. A tensor with such a name that is not a vector of bytes is a normal tensor.
+// Whether the bytes of the tensor are a pickle: hyperparameters ("param_group0"), or the names of
+// an optimizer's state ("state_keys"). Only vectors of bytes are pickles.
 bool IsPickled(const OlmoTensor& tensor) {
   if (tensor.dtype != DType::kU8 || tensor.shape.rank() != 1) return false;
   if (tensor.key == "state_keys") return true;
@@ -54,7 +54,7 @@ bool IsPickled(const OlmoTensor& tensor) {
   return tensor.key.find_first_not_of("0123456789", kGroup.size()) == std::string::npos;
 }
 
-// One file of OlmoMetadata::files, which may be missing.
+// A file of OlmoMetadata::files. If it is missing, `present` is false.
 struct RankFile {
   bool present = false;
   std::uint32_t number = 0;
@@ -90,7 +90,7 @@ class OlmoFolderReader {
   std::size_t ranks() const { return files_.size(); }
 
  private:
-  // Reads the header of a file. If the file is missing, its tensors have holes, and the read
+  // Reads the header of a file. If the file is missing, it is reported as lost, and the read
   // continues.
   Status ReadHeader(const std::string& name) {
     RankFile rank;
@@ -116,8 +116,9 @@ class OlmoFolderReader {
     return Status();
   }
 
-  // The dtype. The first releases did not write it into metadata.json, so it is then read from the
-  // first file that has the tensor. AddShard compares the dtype in other files.
+  // The dtype of the tensor. The first releases of OLMo-core did not write dtypes into
+  // metadata.json; then the first file that has the tensor gives the dtype, and AddShard compares
+  // it with that in other files.
   std::optional<DType> DTypeOf(const OlmoTensor& tensor) const {
     if (tensor.dtype) return tensor.dtype;
     for (const OlmoShard& shard : tensor.shards) {
@@ -148,7 +149,7 @@ class OlmoFolderReader {
     std::vector<const OlmoShard*> added;
     for (const OlmoShard& shard : tensor.shards) {
       if (!files_[shard.file].present) continue;
-      // Several process groups may have written equal regions, which are replicas; the first is
+      // Several process groups may have written the same regions as replicas; the first replica is
       // used. If regions overlap without being equal, the builder drops the tensor.
       const bool copy = std::any_of(added.begin(), added.end(), [&](const OlmoShard* other) {
         return other->regions == shard.regions;
@@ -160,20 +161,20 @@ class OlmoFolderReader {
     return Status();
   }
 
-  // Adds the chunks of a shard. False if the file does not have it (only the first rank's replica
-  // is written), or if the tensor was dropped.
+  // Adds the chunks of a shard. False if the file does not have the shard (OLMo-core writes only
+  // the replica of the first rank), or if the tensor was dropped.
   Result<bool> AddShard(std::uint32_t tensor, const std::string& key, const OlmoShard& shard) {
     const RankFile& file = files_[shard.file];
     const auto at = file.entries.find(key);
     if (at == file.entries.end()) return false;
     const SafetensorsEntry& entry = at->second;
     const TensorMeta& meta = builder_.MetaOf(tensor);
-    // The regions of a shard are in the file's entry one after the other, and must fill it.
+    // The regions of a shard follow each other in the entry of the file, and must fill the entry.
     const std::string& name = metadata_.files[shard.file];
     if (entry.dtype != meta.dtype()) {
-      builder_.Drop(tensor, name + " stores it as " + std::string(InfoOf(entry.dtype).name) +
-                                ", but metadata.json declares " +
-                                std::string(InfoOf(meta.dtype()).name));
+      builder_.Drop(tensor,
+                    name + " stores the tensor as " + std::string(InfoOf(entry.dtype).name) +
+                        ", but metadata.json declares " + std::string(InfoOf(meta.dtype()).name));
       return false;
     }
     std::uint64_t offset = file.data_offset + entry.begin;
@@ -181,7 +182,7 @@ class OlmoFolderReader {
     for (const Region& region : shard.regions) {
       const Result<std::uint64_t> bytes = RegionBytes(meta.dtype(), meta.shape(), region);
       if (!bytes.ok() || bytes.value() > end - offset) {
-        builder_.Drop(tensor, name + " stores less of it than metadata.json declares");
+        builder_.Drop(tensor, name + " stores less of the tensor than metadata.json declares");
         return false;
       }
       TENSORMOUNT_RETURN_IF_ERROR(
@@ -189,14 +190,15 @@ class OlmoFolderReader {
       offset += bytes.value();
     }
     if (offset != end) {
-      builder_.Drop(tensor, name + " stores more of it than metadata.json declares");
+      builder_.Drop(tensor, name + " stores more of the tensor than metadata.json declares");
       return false;
     }
     return true;
   }
 
-  // Adds a pickle as an object, and if it is plain data also as a common value. False if the pickle
-  // is not completely in one file, or has another length; it is then shown as a tensor of bytes.
+  // Adds a pickle as an object, and, if the pickle is plain data, also as a common value. False if
+  // no file has the whole pickle with the right length; the caller then adds it as a tensor of
+  // bytes.
   Result<bool> AddPickled(const OlmoTensor& tensor, const std::string& key) {
     for (const OlmoShard& shard : tensor.shards) {
       const RankFile& file = files_[shard.file];
@@ -216,7 +218,7 @@ class OlmoFolderReader {
                                    builder_.OpenFile(file.number));
       TENSORMOUNT_RETURN_IF_ERROR(opened->ReadExactAt(offset, bytes.data(), bytes.size()));
       const Result<pickle::Document> document = pickle::Parse(std::move(bytes));
-      // Bytes that cannot be parsed are only an object.
+      // A pickle that cannot be parsed is added only as an object.
       if (!document.ok()) return true;
       if (std::optional<CommonValue> plain = CommonFromPickle(document.value().root())) {
         builder_.AddCommon(key, std::move(*plain));
@@ -228,8 +230,8 @@ class OlmoFolderReader {
 
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
-  std::string below_;   // Begin of file names: "model/".
-  std::string prefix_;  // Begin of keys: "model.".
+  std::string below_;   // Start of file names: "model/".
+  std::string prefix_;  // Start of keys: "model.".
   OlmoMetadata metadata_;
   std::vector<RankFile> files_;  // Element i belongs to metadata_.files[i].
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parser of metadata.json of OLMo-core 0.1 (olmo_metadata.h). It gets the tensors one by one
-// (ParseStrictJson with a callback), so that 256 MiB of JSON are never all in memory as values.
+// The parser of metadata.json of OLMo-core 0.1 (olmo_metadata.h). ParseStrictJson passes the
+// tensors one by one to a callback, so that 256 MiB of JSON are never all in memory as values.
 // Duplicate keys are refused, because parsers treat them differently.
 #include "index/foreign/olmo_metadata.h"
 
@@ -113,9 +113,9 @@ class OlmoMetadataReader {
   Status Fill(const Json& json, OlmoTensor& tensor) {
     if (!json.is_object()) return DataLoss("the description is not an object");
     const Json* const shape = Field(json, "shape");
-    if (shape == nullptr) return DataLoss("has no shape");
+    if (shape == nullptr) return DataLoss("the description has no shape");
     TENSORMOUNT_ASSIGN_OR_RETURN(tensor.shape, NumbersOf(*shape, "shape"));
-    // The dtype may be unknown, so the shape must not overflow with the largest elements.
+    // The dtype may be unknown here, so the check uses the largest elements.
     if (const Status fits = CheckShape(DType::kC128, tensor.shape); !fits.ok()) {
       return DataLoss("shape " + tensor.shape.ToString() + " overflows");
     }
@@ -133,7 +133,8 @@ class OlmoMetadataReader {
     const Json* const older = Field(json, "flattened_offsets_per_file");
     if ((specs == nullptr) == (older == nullptr)) {
       return DataLoss(
-          "must have exactly one of shard_spec_per_file and flattened_offsets_per_file");
+          "the description must have exactly one of shard_spec_per_file and "
+          "flattened_offsets_per_file");
     }
     const Json& files = specs != nullptr ? *specs : *older;
     if (!files.is_object()) return DataLoss("the shards are not an object");
@@ -153,7 +154,7 @@ class OlmoMetadataReader {
     return Status();
   }
 
-  // The index of a file in metadata.files, to which a new name is added.
+  // Returns the index of a file in metadata.files; adds the file if it is new.
   std::uint32_t NumberOf(const std::string& name) {
     const auto next = static_cast<std::uint32_t>(metadata.files.size());
     const auto [at, fresh] = numbers_.emplace(name, next);

@@ -19,9 +19,9 @@
 // Empty shards are dropped: a tensor that only one of 1,000 ranks stores has one OlmoShard.
 namespace tensormount {
 
-// The part of a tensor in a file: a box in row-major order, or consecutive ranges of the flattened
-// tensor. Regions are within the tensor and not empty. The header of the safetensors file gives the
-// position of the bytes, under the key of the tensor.
+// The part of a tensor in a file: a box in row-major order, or ranges of the flattened tensor that
+// follow each other in the file. Regions are within the tensor and not empty. The header of the
+// safetensors file gives the position of the bytes, under the key of the tensor.
 struct OlmoShard {
   std::uint32_t file = 0;  // Index into OlmoMetadata::files.
   std::vector<Region> regions;

@@ -20,8 +20,8 @@ namespace {
 
 constexpr std::string_view kLatest = "latest";
 
-// "run1" for "run1/latest", unless a file or directory of that name exists. nullopt for other
-// texts.
+// Returns "run1" for "run1/latest", unless a file or directory "run1/latest" exists. nullopt for
+// other texts.
 std::optional<std::string> LatestIn(FileSystem& fs, std::string_view given) {
   const std::string path = WithoutTrailingSlashes(given);
   const std::size_t slash = path.rfind('/');
@@ -44,8 +44,9 @@ Status CheckStoreAbove(FileSystem& fs, const std::string& path) {
   return opened.code() == Code::kUnsupported ? opened : Status();
 }
 
-// Looks for tensormount's files first, because a tensormount checkpoint with safetensors files in
-// data/ would match a foreign format. COMMIT must not be a symlink, hence LinkStat.
+// Looks for tensormount's files first: a tensormount checkpoint with safetensors files in data/
+// would also match a foreign format. LinkStat does not follow links, so a COMMIT that is a symlink
+// counts too, and the open then refuses it.
 Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
                                  const std::vector<std::string>& roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
@@ -68,9 +69,9 @@ Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
   return ReadForeign(folder).status();
 }
 
-// The path of a weight index, of which only the directory is resolved: if the index is a link of a
-// hub's cache, the files that it lists are beside the link, not beside its target. nullopt: `text`
-// does not name an existing weight index.
+// The path of a weight index; nullopt if `text` does not name an existing one. Only the path of its
+// directory is resolved: in the cache of a Hugging Face hub the index may be a link, and the files
+// that it lists are beside the link, not beside the target.
 std::optional<std::string> AsWeightIndex(FileSystem& fs, const std::string& text) {
   if (!IsWeightIndex(text)) return std::nullopt;
   const Result<FileInfo> info = fs.Stat(text);
@@ -101,8 +102,8 @@ Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
   if (!parent) return path.status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(*parent));
   const Result<FoundSource> found = FindResolved(fs, resolved, roots);
-  // ResolveSourcePath resolves "latest" in stores; here it is resolved in training directories. If
-  // the parent is neither, the error of ResolveSourcePath is returned.
+  // ResolveSourcePath resolves "latest" in stores; here "latest" is resolved in a training
+  // directory. If the parent is not one, the error of ResolveSourcePath is returned.
   if (!found.ok() || found.value().kind != SourceKind::kForeignSteps) return path.status();
   return LatestOf(found.value(), roots);
 }
@@ -127,8 +128,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(const FoundSource& source,
     case SourceKind::kForeign: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                    ForeignFolder::Open(fs, source.path, roots));
-      // Valid metadata may need gigabytes. If memory does not suffice, a command reports this
-      // error, and a mount continues.
+      // Valid metadata may need gigabytes. If memory does not suffice, this error is returned, so
+      // that a mount can continue.
       try {
         TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory inventory, ReadForeign(folder));
         if (whole_only) RemoveIncompleteTensors(inventory);
@@ -138,7 +139,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(const FoundSource& source,
         for (const std::string& warning : source.warnings) opened->AddWarning(warning);
         return opened;
       } catch (const std::bad_alloc&) {
-        return Status(Code::kResourceExhausted, source.path + ": not enough memory to open it");
+        return Status(Code::kResourceExhausted,
+                      source.path + ": not enough memory to open the checkpoint");
       }
     }
     case SourceKind::kStore:
@@ -163,7 +165,9 @@ Result<FoundSource> LatestOf(const FoundSource& source, const std::vector<std::s
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                ForeignFolder::Open(fs, source.path, roots));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ForeignSteps> steps, ReadForeignSteps(folder));
-  if (!steps) return Status(Code::kNotFound, source.path + ": no longer contains a checkpoint");
+  if (!steps)
+    return Status(Code::kNotFound,
+                  source.path + ": the training directory no longer contains a checkpoint");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path,
                                fs.Resolve(JoinPath(source.path, steps->latest)));
   return FoundSource{.fs = &fs, .kind = SourceKind::kForeign, .path = path};

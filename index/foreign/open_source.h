@@ -15,16 +15,16 @@
 
 namespace tensormount {
 
-// The kind of a source, which follows from the files in the directory.
+// The kind of a source. The files in the directory decide it.
 enum class SourceKind {
   kStore,         // A tensormount store.
   kCheckpoint,    // A tensormount checkpoint, which may be an adopted one.
   kForeign,       // A checkpoint in a foreign format: a directory or a file.
-  kForeignSteps,  // A training directory with several of kForeign.
+  kForeignSteps,  // A training directory with several foreign checkpoints.
 };
 
-// The result of FindSource. A source is found before it is opened, because commands accept
-// different kinds: `gc` a store, `cat` one checkpoint, a mount both.
+// The result of FindSource. Finding and opening are separate, because commands accept different
+// kinds: `gc` a store, `cat` one checkpoint, a mount both.
 struct FoundSource {
   FileSystem* fs = nullptr;  // The file system of the source.
   SourceKind kind = SourceKind::kStore;
@@ -34,13 +34,13 @@ struct FoundSource {
   std::vector<std::string> warnings = {};
 };
 
-// Looks for COMMIT, store.json, a foreign format and a training directory, in this order; reads
-// only names and the small files that tell formats apart. `roots`: the --root directories, in which
-// data of adopted checkpoints and targets of links may be. kNotFound: the path does not exist.
-// kUnsupported: the path is none of these; the message describes it.
+// Looks for COMMIT, store.json, a foreign format and a training directory, in this order. Reads
+// only names and the small files that tell formats apart. `roots`: the --root directories, which
+// may contain data of adopted checkpoints and targets of links. kNotFound: the path does not exist.
+// kUnsupported: the path is not a source; the message describes it.
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots);
-// The same, on the file system that the text names (FileSystemFor).
+// FindSource on the file system that `text` names (FileSystemFor).
 Result<FoundSource> FindSource(const std::string& text, const std::vector<std::string>& roots);
 
 // Opens a source of kind kCheckpoint or kForeign; kInvalidArgument for other kinds (call LatestOf
@@ -54,15 +54,15 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(const FoundSource& source,
 // kNotFound: there is no checkpoint.
 Result<FoundSource> LatestOf(const FoundSource& source, const std::vector<std::string>& roots);
 
-// Calls FindSource and OpenFound. A store or training directory RUN is refused, but RUN/latest is
-// its latest checkpoint.
+// Calls FindSource and OpenFound. `text` must name one checkpoint: the path RUN of a store or
+// training directory is refused, and RUN/latest is its latest checkpoint.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::string& text,
                                                     const std::vector<std::string>& roots);
 Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(const std::string& text,
                                                     const std::vector<std::string>& roots);
 
-// OpenNamed for commands whose output must be complete. kDataLoss: a foreign checkpoint lacks data,
-// which the message names. With `partial` incomplete tensors are left out instead.
+// Like OpenNamed, for commands whose output must be complete. kDataLoss: a foreign checkpoint lacks
+// data, which the message names. With `partial`, incomplete tensors are left out instead.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenComplete(const std::string& text,
                                                        const std::vector<std::string>& roots,
                                                        bool partial);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training directories (format.h): which directories are steps, and which is the latest. A mount
-// reads a training directory at each listing, so this costs only one listing, a probe for each
-// step, and one small file.
+// Training directories (format.h): finds the step directories and the latest step. A mount reads a
+// training directory at each listing, so a read costs only one listing, a probe for each step, and
+// one small file.
 #include <algorithm>
 #include <charconv>
 #include <optional>
@@ -18,8 +18,8 @@ namespace {
 
 constexpr std::string_view kLatestFile = "latest_checkpointed_iteration.txt";
 constexpr std::uint64_t kMaxLatestBytes = 256;
-// Files that formats write last, or metadata. A save that replaces a checkpoint in the same
-// directory writes them again.
+// Files that formats write last, and metadata files. A save that replaces a checkpoint in the same
+// directory writes these files again.
 constexpr std::string_view kMarks[] = {
     ".metadata",
     "metadata.json",
@@ -30,7 +30,7 @@ constexpr std::string_view kMarks[] = {
     "model.safetensors.index.json",
     "model.safetensors",
 };
-// Number of files that are examined in a directory without any file of kMarks.
+// Largest number of files that are examined in a directory without any file of kMarks.
 constexpr std::size_t kMaxLookedAt = 1000;
 
 }  // namespace
@@ -56,8 +56,8 @@ std::string Trimmed(const std::string& text) {
   return text.substr(first, text.find_last_not_of(" \t\r\n") - first + 1);
 }
 
-// The step that Megatron-LM's file names as latest; empty if the file is missing or names none of
-// the steps.
+// The step that latest_checkpointed_iteration.txt (of Megatron-LM) names; empty if the file is
+// missing or names none of the steps.
 std::string NamedLatestStep(const ForeignFolder& folder, const std::vector<ForeignStep>& steps) {
   const Result<std::string> text = folder.ReadFile(kLatestFile, kMaxLatestBytes);
   if (!text.ok()) return {};
@@ -71,8 +71,8 @@ std::string NamedLatestStep(const ForeignFolder& folder, const std::vector<Forei
   return {};
 }
 
-// Adds to the hash what changes when a file is replaced (inode) or rewritten (size, time). Copies
-// `info` to `mark` if the file is newer than those before.
+// Adds a file to the hash. Its inode changes when the file is replaced, its size and time when it
+// is rewritten. `mark` becomes `info` if the file is newer than all files before.
 void AddToStamp(const FileInfo& info, std::string_view name, FileInfo& mark, Xxh3Stream& stream) {
   ByteWriter out;
   out.String(name);
@@ -100,7 +100,8 @@ std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignSte
       ->name;
 }
 
-// The result is a FileInfo, so that callers compare it like that of a file; its inode is the hash.
+// The result is a FileInfo, so that callers compare it like that of a single file. For a directory
+// its inode is the hash.
 Result<FileInfo> FormatStamp(const ForeignFolder& folder) {
   if (!folder.file().empty()) return folder.Stat(folder.file());
   FileInfo mark;
@@ -136,7 +137,7 @@ Result<std::optional<ForeignSteps>> ReadForeignSteps(const ForeignFolder& folder
     const std::optional<std::uint64_t> iteration = IterationOf(entry.name);
     if (!iteration) continue;
     const Result<ForeignFolder> below = folder.Subfolder(entry.name);
-    // The directory is of a save that has not ended, or is not a checkpoint.
+    // The directory is from a save that has not ended, or it is not a checkpoint.
     if (!below.ok() || FindForeignFormat(below.value()) == nullptr) continue;
     out.steps.push_back({.name = entry.name, .generation = *iteration});
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ForeignFormat of format.h: files of torch.save since 1.6. The source is a single file; a
-// directory of Hugging Face's transformers before safetensors, which may have an index; or a legacy
-// directory of Megatron-LM with files for each rank.
+// A ForeignFormat of format.h: files that torch.save of PyTorch 1.6 and later wrote. The source is
+// a single file; a directory with pytorch_model.bin of transformers, which may have an index; or a
+// legacy directory of Megatron-LM with files for each rank.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -24,8 +24,8 @@ namespace {
 
 constexpr std::string_view kRankFolder = "mp_rank_";
 constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "model_rng.pt"};
-// Largest size of the paths of nested keys, which are a common value and so read when a checkpoint
-// is opened.
+// Largest size of the paths of nested keys. They are a common value, which is read when the
+// checkpoint is opened.
 constexpr std::size_t kMaxPaths = std::size_t{1} << 20;
 constexpr std::uint64_t kMaxTorchPickle = std::uint64_t{256} << 20;
 // The file name without its directory and extension.
@@ -67,8 +67,7 @@ class TorchSaveReader {
     pickle::Options options;
     options.max_bytes = kMaxTorchPickle;
     options.unknown = pickle::Unknown::kForeignClasses;
-    // An error of this read is returned after the check for TorchScript, which has the better
-    // error.
+    // If the file is a TorchScript program, the error below replaces an error of this read.
     const Result<TorchArchive> archive = TorchArchive::Read(*file, 0, length, options);
     if (IsTorchScript(*file, length)) {
       return Status(Code::kUnsupported,
@@ -86,7 +85,8 @@ class TorchSaveReader {
         }
       };
     }
-    // Files of an index have separate names, because the index decides to which file a key belongs.
+    // Each file of an index gets its own TorchNames: a tensor is added only from the file that the
+    // index lists for it, so the same key in another file must not change its spelling.
     TorchNames own;
     builder_.TakeOnly(listed);
     const Status status = TorchTree(builder_, archive.value(), number,
@@ -96,25 +96,25 @@ class TorchSaveReader {
     return status.WithContext(folder_.Shown(name));
   }
 
-  // Adds the paths of nested keys as the common value "torch.planner_data", in the form of DCP, so
-  // that exports nest keys as after a load from DCP. Call it after all files were added.
+  // Adds the paths of nested keys as the common value "torch.planner_data" in the form of DCP, so
+  // that exports nest the keys again. Call it after all files were added.
   void AddPaths() {
     if (path_bytes_ > kMaxPaths) {
-      builder_.Warn("the paths of its nested dicts take more than 1 MiB and are left out");
+      builder_.Warn("the paths of nested dicts take more than 1 MiB, so they are left out");
     } else if (!paths_.items.empty()) {
       builder_.AddCommon(std::string(kPlannerData), std::move(paths_));
     }
   }
 
-  // Adds the files of an index. As with safetensors a tensor belongs to the file that the index
-  // lists, even if the key is in other files too.
+  // Adds the files of an index. A tensor is taken only from the file that the index lists for it,
+  // even if other files have the same key.
   Status AddIndexed(const std::string& index) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const WeightMap files, ReadWeightMap(folder_, index));
     Status first;
     std::size_t read = 0;
     for (const auto& [name, keys] : files) {
       const Status status = AddFile(name, "", &keys);
-      // If a file is missing or damaged, only its tensors are lost.
+      // If a file is missing, damaged or not supported, only its tensors are lost.
       if (status.code() == Code::kNotFound || status.code() == Code::kDataLoss ||
           status.code() == Code::kUnsupported) {
         const bool missing = status.code() == Code::kNotFound;
@@ -136,7 +136,8 @@ class TorchSaveReader {
       }
       for (const std::string& key : keys) {
         if (held.contains(key)) continue;
-        builder_.ReportLost(name, "does not contain what the index lists",
+        builder_.ReportLost(name,
+                            "the file does not contain all tensors that the index lists for it",
                             ForeignBuilder::LostKind::kTensor, key);
       }
     }
@@ -185,15 +186,15 @@ class TorchSaveReader {
   }
 
  private:
-  // The message without the file name, which a loss has in a field of its own.
+  // The message without the file name; ForeignLoss has the file name in a field of its own.
   static std::string ReasonOf(const Status& status, const std::string& name) {
     const std::size_t at = status.message().rfind(name + ": ");
     return at == std::string::npos ? status.message()
                                    : status.message().substr(at + name.size() + 2);
   }
 
-  // Adds a path to paths_. Each text counts 16 bytes more, for its record. If the sum exceeds
-  // kMaxPaths, all paths are dropped, and AddPaths warns.
+  // Adds a path to paths_. For kMaxPaths, each text counts 16 bytes more than its length. If the
+  // sum exceeds kMaxPaths, all paths are dropped, and AddPaths warns.
   void AddPath(const std::string& key, const std::vector<TorchNames::Part>& path) {
     path_bytes_ += key.size() + 16;
     for (const TorchNames::Part& part : path) path_bytes_ += part.text.size() + 16;
@@ -203,9 +204,9 @@ class TorchSaveReader {
     }
     CommonTuple parts;
     for (const TorchNames::Part& part : path) {
-      // In planner_data integers are positions in lists, and torch's planners write numeric dict
-      // keys as text. Here a numeric dict key is a list of one number, because optimizers need it
-      // as a number.
+      // In planner_data, an integer is a position in a list, and torch's planners write numeric
+      // dict keys as text. Optimizers need numeric dict keys as numbers, so such a key is stored as
+      // a list with one number.
       if (part.position) {
         parts.items.emplace_back(std::stoll(part.text));
       } else if (part.number) {
@@ -222,13 +223,13 @@ class TorchSaveReader {
   TorchNames tensors_;
   TorchNames common_;
   ValueBudget budget_;
-  // The keys of tensors in each file.
+  // By file: the keys of the tensors that were added from it.
   std::map<std::string, std::set<std::string>> held_;
   CommonDict paths_;
   std::size_t path_bytes_ = 0;
 };
 
-// The directories of ranks, if they have the file of the model.
+// The names of the directories mp_rank_* that contain a model file.
 std::vector<std::string> RankFolders(const ForeignFolder& folder) {
   std::vector<std::string> out;
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");
@@ -252,8 +253,8 @@ class TorchSave : public ForeignFormat {
       return !WeightsOf(folder).empty() || !RankFolders(folder).empty();
     }
     if (IsWeightIndex(folder.file())) return folder.file().ends_with(".bin.index.json");
-    // The bytes decide, because in a hub's cache, or by a link, a file may have any name. A zip
-    // whose bytes do not tell its purpose is recognised by its name.
+    // The bytes decide: a link, or a file in the cache of a Hugging Face hub, may have any name. If
+    // the bytes of a zip do not show its purpose, the end of its name decides.
     switch (FileTypeOf(folder, folder.file())) {
       case FileType::kTorchZip:
       case FileType::kLegacyTorch:
@@ -274,7 +275,7 @@ class TorchSave : public ForeignFormat {
     const WeightFiles files = folder.file().empty() ? WeightsOf(folder) : WeightFiles();
     TENSORMOUNT_RETURN_IF_ERROR(ReadAll(folder, files, builder, reader));
     reader.AddPaths();
-    // Directories of transformers models have configuration and tokenizer, too.
+    // Directories of transformers models also contain configuration and tokenizer files.
     const bool model = !files.empty() || IsWeightIndex(folder.file());
     return model ? AddModelFiles(folder, builder) : Status();
   }

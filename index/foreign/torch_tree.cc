@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds the tensors in nested dicts and lists of a pickle, and the rest as common values
-// (torch_tree.h). A shared value may be reached by any number of paths, so the number of visited
-// values is limited.
+// Adds the tensors in nested dicts and lists of a pickle, and all other values as common values
+// (torch_tree.h). A shared value may be reached by many paths, so the number of visited values is
+// limited.
 //
 // There are two passes in the same order. Scan counts the values below each value, and records in
-// nodes_ whether a tensor is among them; it fails if there are more than a real file could have.
-// Emit visits values with tensors below them, and makes one common value of each other value.
+// nodes_ whether a tensor is among them; it fails if there are more values than a real file could
+// have. Emit visits the values with tensors below them, and makes one common value of each other
+// value.
 #include "index/foreign/torch_tree.h"
 
 #include <algorithm>
@@ -22,13 +23,14 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
-// Deepest value that is visited: the passes are recursive, and values may contain themselves.
+// Largest depth of visited values: the passes are recursive, and values may contain themselves.
 constexpr int kMaxTreeDepth = 200;
 // The limit of visited values is this number plus two for each byte of the pickle. Values may be
-// shared, so n bytes of a pickle can describe 2^n paths, but real files share few values.
+// shared, so the number of paths can grow exponentially with the size of a pickle, but real files
+// share few values.
 constexpr std::size_t kMinValues = std::size_t{1} << 20;
 constexpr std::uint32_t kHoldsTensor = std::uint32_t{1} << 31;
-// Largest total length of a checkpoint's keys, and number of attempts to make a key unique.
+// Largest total length of a checkpoint's keys, and largest number of attempts to make a key unique.
 constexpr std::size_t kMaxTreeNameBytes = std::size_t{128} << 20;
 constexpr int kMaxSpellings = 8;
 
@@ -77,7 +79,7 @@ std::optional<TorchNames::Part> PartOf(const Value& key) {
 TorchNames::Part PartOf(std::size_t index) { return {std::to_string(index), true, true}; }
 
 // Calls f(key or position, child) for the children of a value, in a fixed order, until f fails.
-// Attributes, which are in the state of an object, are children only of Namespace objects.
+// Attributes (in the state of an object) are children only of Namespace objects.
 template <typename F>
 Status ForEachChild(const Value& value, F f) {
   if (IsDict(value)) {
@@ -91,8 +93,8 @@ Status ForEachChild(const Value& value, F f) {
     }
     if (value.kind() == Kind::kDict || !value.built()) return Status();
     const Value state = value.state();
-    // Other states are refused, such as a pair (dict, slots), whose attributes Python would set,
-    // too.
+    // States of another form are refused. Python would set attributes from them too: a pair (dict,
+    // slots), for example.
     const bool has_attributes =
         bag || value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter);
     if (!has_attributes || state.kind() != Kind::kDict) {
@@ -123,27 +125,27 @@ bool HasIdentity(const Value& value) {
          value.kind() == Kind::kObject;
 }
 
-// Whether a pickle cannot change objects of this class.
+// Whether objects of this class are immutable, so that later code cannot change them.
 bool IsImmutable(const Value& object) {
   return object.Is(KnownClass::kTorchSize) || object.Is(KnownClass::kTorchDevice) ||
          object.Is(KnownClass::kTorchLayout) || object.Is(KnownClass::kPath) ||
          object.Is(KnownClass::kDatetime) || object.Is(KnownClass::kNumpyDtype);
 }
 
-// Whether only one tensor is left out because of this error.
+// Whether an error concerns only one tensor, which is then left out.
 bool IsTensorError(const Status& status) {
   return status.code() == Code::kUnsupported || status.code() == Code::kDataLoss;
 }
 
 }  // namespace
 
-// The same file always gives the same keys.
+// A key depends only on the earlier calls, so a file gives the same keys each time.
 std::optional<std::string> TorchNames::Of(const std::string& prefix,
                                           const std::vector<Part>& path) {
   std::string name = prefix + JoinedPath(path);
   if (name.size() == prefix.size() || taken_.contains(name)) name = prefix + PythonSpelling(path);
-  // The spelling was returned before only if some key looks like a spelling, or if a path is
-  // repeated.
+  // The spelling was returned before only if a key of the file looks like a spelling, or if the
+  // same path occurs again, for example in another file.
   for (int i = 0; taken_.contains(name); ++i) {
     if (i == kMaxSpellings) return std::nullopt;
     name += '\'';
@@ -183,15 +185,15 @@ Status TorchTree::Add() {
 
 Result<bool> TorchTree::Scan(const Value& value, int depth) {
   const std::size_t at = nodes_.size();
-  // Numbers in nodes_ must not use the top bit, which marks tensors.
+  // Numbers in nodes_ must leave the top bit free, which marks tensors.
   if (at >= kMinValues + 2 * archive_.document().bytes() || at >= kHoldsTensor - 1) {
     return Status(Code::kDataLoss,
-                  "values of the file refer to each other in an endless loop, or too often");
+                  "the values of the file refer to each other in an endless loop, or too often");
   }
   nodes_.push_back(0);
   bool any = TorchArchive::IsTensor(value);
   tensors_ += any ? 1 : 0;
-  // Emit must visit objects of unknown classes, as it visits tensors.
+  // Objects of unknown classes are marked like tensors, so that Emit visits and reports them.
   if (pickle::IsForeign(value)) {
     if (foreign_.empty()) foreign_ = ForeignClass(value);
     any = true;
@@ -202,8 +204,8 @@ Result<bool> TorchTree::Scan(const Value& value, int depth) {
       any = any || (below.ok() && below.value());
       return below.status();
     }));
-    // The arguments of a call are not shown, but the conversion to a common value visits them, so
-    // they count for the limits.
+    // The arguments of a call are not shown, but they count for the limits, because the conversion
+    // to a common value visits them.
     if (value.kind() == Kind::kObject) {
       TENSORMOUNT_RETURN_IF_ERROR(Scan(value.args(), depth + 1).status());
     }
@@ -213,8 +215,8 @@ Result<bool> TorchTree::Scan(const Value& value, int depth) {
   return any;
 }
 
-// Checks values below the deepest level that is shown. If an object of an unknown class is among
-// them, the whole file is refused, because its code could have changed a tensor that is shown.
+// Checks values below the deepest level that is shown. The file is refused if an object of an
+// unknown class is among them, because the object's code could have changed a tensor that is shown.
 Status TorchTree::CheckBelow(const Value& top) {
   std::vector<Value> left{top};
   while (!left.empty()) {
@@ -230,7 +232,8 @@ Status TorchTree::CheckBelow(const Value& top) {
         (HasIdentity(value) && !below_.insert(value.record()).second)) {
       continue;
     }
-    // Tuples may be shared and have no identity, so a small file may have very many values.
+    // Tuples have no identity, so a shared tuple is visited many times, and a small file may lead
+    // to very many visits.
     if (++noted_ > kMinValues + 2 * archive_.document().bytes()) {
       return Status(Code::kDataLoss, "values of the file refer to each other too often");
     }
@@ -263,7 +266,7 @@ Status TorchTree::CollectRecords(const Value& value, int depth, Records& into) {
     case Kind::kDict:
     case Kind::kList:
     case Kind::kSet:
-      // A value whose identifier is known was visited with its content.
+      // If the identifier is known, the value was visited before with its content.
       return into.insert(std::to_string(value.record())).second ? items() : Status();
     case Kind::kPersistent: {
       const Value id = value.args();
@@ -316,15 +319,15 @@ Status TorchTree::CheckForeign(const Value& root) {
   return apart ? Status() : refused(" and may change other values");
 }
 
-// Adds the value at position next_ of nodes_. An item without a usable key is skipped with all
-// values below it.
+// Adds a value, whose entry in nodes_ is at next_, and all values below it. Items without a usable
+// key are skipped with all values below them.
 Status TorchTree::Emit(const Value& value) {
   ++next_;
   if (TorchArchive::IsTensor(value)) return AddTensor(value);
   if (pickle::IsForeign(value)) {
     builder_.ReportLost(
         {},
-        "it is a Python object (" + ForeignClass(value) +
+        "the value is a Python object (" + ForeignClass(value) +
             ") that is not loaded for safety; save plain values or a state_dict() instead",
         ForeignBuilder::LostKind::kObject, Shown());
     return Status();
@@ -363,8 +366,8 @@ Status TorchTree::Emit(const Value& value) {
   });
 }
 
-// Adds a tensor. A tensor that cannot be read in place is left out with a warning; an error of
-// reading fails.
+// Adds a tensor. If it cannot be read in place, it is left out with a warning; a read error is
+// returned.
 Status TorchTree::AddTensor(const Value& value) {
   const Result<StoredTensor> stored = archive_.TensorOf(value);
   Status status = stored.status();

@@ -25,13 +25,13 @@
 // one value.
 namespace tensormount {
 
-// Makes the keys of one checkpoint. The parts of a path are joined with dots; if the result is
+// Makes the keys of one checkpoint. The parts of a path are joined with dots. If the result is
 // empty or was returned before, the path is spelled as in Python: ["a.b"][0]. A checkpoint needs
 // one instance for the tensors of all its files and one for the common values.
 class TorchNames {
  public:
-  // A part of a path. `number`: whether `text` is a number, which is spelled [0] and not ["0"].
-  // `position`: whether the number is the position of a list item, not a dict key.
+  // A part of a path. `number`: `text` is a number, which is spelled [0] and not ["0"]. `position`:
+  // the number is the position of a list item, not a dict key.
   struct Part {
     std::string text;
     bool number = false;
@@ -39,8 +39,8 @@ class TorchNames {
   };
 
   // Returns a key that was not returned before. `prefix` ("mp_rank_00/") is put before it. nullopt:
-  // the keys are together longer than those of a real checkpoint (a pickle may repeat one text
-  // everywhere). Takes time linear in the length of the path.
+  // too many paths have this key, or the keys are together longer than those of a real checkpoint
+  // (a pickle may repeat one text everywhere). Takes time linear in the length of the path.
   std::optional<std::string> Of(const std::string& prefix, const std::vector<Part>& path);
 
  private:
@@ -58,7 +58,8 @@ struct TorchTreeOptions {
   std::uint64_t at = 0;       // Offset of the archive in the file.
   // Called for every added tensor, unless empty.
   std::function<void(const std::string& key)> added;
-  // Called for every name of a tensor or common value that is not simply a key of the root.
+  // Called for every tensor or common value whose path is not just the one dict key that is its
+  // name.
   std::function<void(const std::string& name, const std::vector<TorchNames::Part>& path)> nested;
 };
 
@@ -76,28 +77,29 @@ class TorchTree {
   Status Add();
 
  private:
-  // Fills nodes_ with the values below `value`; true if a tensor is among them.
+  // Fills nodes_ for `value` and all values below it. Returns true if a tensor, or an object of an
+  // unknown class, is among them.
   Result<bool> Scan(const pickle::Value& value, int depth);
-  // Names and adds the values in the order in which Scan counted them.
+  // Names and adds the values, in the same order as Scan visited them.
   Status Emit(const pickle::Value& value);
   Status AddTensor(const pickle::Value& value);
   // Adds one chunk for the whole tensor, because torch.save does not split tensors.
   Status AddStored(const std::string& key, const StoredTensor& stored);
   void AddCommon(const pickle::Value& value);
-  // Identifiers of pickle values and storages.
+  // Identifiers of the records of pickle values, and of storages of tensors.
   using Records = std::set<std::string>;
   // Collects the identifiers of all values that a value contains, within a limit.
   Status CollectRecords(const pickle::Value& value, int depth, Records& into);
-  // Collects the identifiers of values that are shown, and of values that objects of unknown
-  // classes were given.
+  // Collects into `shown` the identifiers of values that are shown, and into `given` those of
+  // values that were passed to objects of unknown classes.
   Status CollectShownAndGiven(const pickle::Value& value, int depth, Records& shown,
                               Records& given);
   Status CheckBelow(const pickle::Value& top);
-  // kUnsupported, naming the first unknown class, if there is no tensor, or if an object of an
-  // unknown class was given a value that is also shown, because its code may have changed that
-  // value.
+  // Decides whether a file with objects of unknown classes can be shown. kUnsupported, with the
+  // name of the first unknown class: the file has no tensor, or a value that is shown was also
+  // passed to such an object, whose code may have changed the value.
   Status CheckForeign(const pickle::Value& root);
-  // Calls options_.nested, if the name alone does not give the path.
+  // Calls options_.nested, unless the path is just the one key that is the name.
   void ReportPath(const std::string& name) const;
   std::string Shown() const;
 
@@ -108,16 +110,17 @@ class TorchTree {
   TorchNames& common_names_;
   ValueBudget& budget_;
   const TorchTreeOptions& options_;
-  // For each value, in the order of Scan: how many values it has with all values below it, and in
-  // the top bit whether a tensor is among them.
+  // For each value, in the order of Scan: the number of values below it plus one, and the top bit
+  // (kHoldsTensor) if Scan returned true for it.
   std::vector<std::uint32_t> nodes_;
   std::size_t next_ = 0;  // The position in nodes_ during Emit.
   std::string foreign_;   // The first unknown class; empty if there is none.
   std::size_t tensors_ = 0;
   std::size_t noted_ = 0;
-  std::set<std::uint64_t> below_;  // The values that CheckBelow has visited.
+  std::set<std::uint64_t> below_;  // Records (Value::record) that CheckBelow has visited.
   std::vector<TorchNames::Part> path_;
-  std::size_t path_bytes_ = 0;  // Length of the texts of path_, with a dot for each.
+  // Total length of the texts in path_, plus one for each.
+  std::size_t path_bytes_ = 0;
 };
 
 }  // namespace tensormount

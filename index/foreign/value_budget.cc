@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Computes the size of a common value before it is made (value_budget.h). The limits of
-// CommonFromPickle apply to one call, so a million small pickles, each of which describes a million
-// values, would be within those limits and take days.
+// Computes the cost of a common value before the value is made (value_budget.h). The limits of
+// CommonFromPickle apply to one call only: a million small pickles, each of which describes a
+// million values, would stay within them and take days.
 #include "index/foreign/value_budget.h"
 
 namespace tensormount {

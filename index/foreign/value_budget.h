@@ -12,14 +12,15 @@
 
 namespace tensormount {
 
-// Limits the work of making common values from all pickles of a checkpoint together, because a
-// value may contain another value many times, in each of many pickles. Four million values are far
-// more than the settings of any run. Not thread-safe; one for each checkpoint.
+// Limits the common values that are made from all pickles of a checkpoint together. A value may
+// contain another value many times, so many small pickles could describe very many values. Four
+// million values are far more than the settings of any run. Not thread-safe; use one for each
+// checkpoint.
 class ValueBudget {
  public:
   explicit ValueBudget(std::size_t nodes = std::size_t{4} << 20) : left_(nodes) {}
   // Calls CommonFromPickle if the cost of the value is within the budget; nullopt if not. The cost
-  // is computed before, without allocations.
+  // is computed first, without allocations.
   std::optional<CommonValue> Convert(const pickle::Value& value);
 
  private:

@@ -2,7 +2,8 @@
 // Verification of foreign checkpoints (verify_foreign.h). Foreign formats have no hashes, so a
 // checkpoint is intact if its metadata can be read and are consistent, every item matches its chunk
 // in the metadata, zip entries match their CRCs, all bytes can be read, and no file changes
-// meanwhile. Losses found at opening are reported as damage, other warnings as warnings.
+// meanwhile. Data that were found missing at opening are reported as damage, other warnings as
+// warnings.
 #include "index/foreign/verify_foreign.h"
 
 #include <algorithm>
@@ -39,7 +40,7 @@ class ForeignVerifier {
       : opened_(opened), options_(options) {}
 
   Result<VerifyReport> Run() {
-    // Each loss is also a warning with the same text, which is not repeated.
+    // The text of each loss is also among the warnings, and is not reported twice.
     std::unordered_set<std::string> told;
     for (const ForeignLoss& loss : opened_.lost()) {
       told.insert(loss.ToString());
@@ -69,7 +70,7 @@ class ForeignVerifier {
   }
 
  private:
-  // Records an object that cannot be read, or does not match its description.
+  // Reports an object (or tensor) that cannot be read or does not match the metadata.
   void AddFailure(std::string object, std::string file, std::uint64_t offset,
                   const Status& status) {
     if (ProvesDamage(status) || status.code() == Code::kStale) {  // kStale: the file changed.
@@ -84,8 +85,8 @@ class ForeignVerifier {
   std::string Name(const ScanRange& range) const { return RangeName(inventory_, range); }
   const std::string& FileName(std::uint32_t file) const { return inventory_.files[file].name; }
 
-  // Fills ranges_, sorted by file. Extents() locates the bytes of each item from its zip directory
-  // and pickle, and so checks all items.
+  // Fills ranges_, sorted by file. Extents() locates the bytes of each item from the item's zip
+  // directory and pickle, so it also checks the items.
   Status FindRanges() {
     const CheckpointIndex& index = opened_.index();
     TENSORMOUNT_ASSIGN_OR_RETURN(inventory_, index.ToInventory());
@@ -98,8 +99,7 @@ class ForeignVerifier {
     }));
     for (ScanRange& range : RangesOf(inventory_)) {
       range.digest = false;  // Foreign tensors have no digest.
-      // An invalid item was reported above, and its range is not read, because its length may be
-      // wrong.
+      // An invalid item was reported above. Its range is not read, because its length may be wrong.
       if (range.kind == ScanRange::Kind::kChunk && unknown[range.owner] && IsItem(range)) continue;
       ranges_.push_back(range);
       total_ += range.length;
@@ -110,15 +110,16 @@ class ForeignVerifier {
     return Status();
   }
 
-  // Whether the range may be an archive: an item of a tensor that was not located, or an object.
+  // Whether the range may be an archive: a pending item of a tensor, or an object.
   bool IsItem(const ScanRange& range) const {
     if (range.kind != ScanRange::Kind::kChunk) return true;
     const auto chunk = inventory_.tensors[range.owner].extents.At(range.row);
     return chunk.ok() && chunk.value().pending;
   }
 
-  // Checks the archives and removes their ranges from ranges_. A file is one archive (torch.save,
-  // .npz), or has many items, each of which is an archive (.distcp), or neither.
+  // Checks the zip archives and removes their ranges from ranges_. A file is one archive
+  // (torch.save, .npz), or has many items, each of which may be an archive (.distcp), or has no
+  // archive.
   void ReadArchives() {
     std::vector<ScanRange> others;
     for (std::size_t i = 0; i < ranges_.size() && !IsStopped();) {
@@ -149,7 +150,7 @@ class ForeignVerifier {
     const std::uint32_t number = ranges.front().file;
     const std::uint64_t length = inventory_.files[number].length;
     if (BeginsZip(file, 0, length)) {
-      // A file of many items cannot be read as one archive.
+      // A .distcp file also begins with a zip, its first item, but cannot be parsed as one archive.
       const Result<ZipArchive> whole = ZipArchive::Read(file, 0, length);
       if (whole.ok()) {
         CheckEntries(file, whole.value(), ranges);
@@ -175,9 +176,9 @@ class ForeignVerifier {
     return archives;
   }
 
-  // Checks the CRCs of an archive. Damage of an entry is reported for each range with bytes in the
-  // entry (several tensors may be views of one storage), or, if no range has any, by the entry's
-  // name (data.pkl).
+  // Checks the CRCs of the entries of an archive. A damaged entry is reported for each range with
+  // bytes in the entry (several tensors may share one storage). If no range has bytes in it, it is
+  // reported by its own name (data.pkl).
   void CheckEntries(File& file, const ZipArchive& archive, std::span<const ScanRange> ranges) {
     const std::string& name = FileName(ranges.front().file);
     for (const ZipEntry& entry : archive.entries()) {
@@ -207,8 +208,8 @@ class ForeignVerifier {
     in_archive_ = 0;
   }
 
-  // Whether the caller's watch ended the verification. Called before each archive and after each
-  // block of an entry.
+  // Whether the caller's watch has ended the verification. Called before each archive and after
+  // each block of an entry.
   bool IsStopped() {
     if (ended_.ok() && options_.watch) {
       ended_ = options_.watch(std::min(report_.bytes_checked + in_archive_, total_), total_);
@@ -216,7 +217,8 @@ class ForeignVerifier {
     return !ended_.ok();
   }
 
-  // Scans the ranges outside of archives. A file that changed is reported once, not for each range.
+  // Scans the ranges that are in no archive. If a file changed, that is reported once, not for each
+  // range.
   Status ScanOutsideArchives() {
     const std::uint64_t before = report_.bytes_checked;
     Scan scan(inventory_,
@@ -240,7 +242,6 @@ class ForeignVerifier {
     for (const auto& [i, found] : failures) {
       const ScanRange& range = ranges_[i];
       const bool whole_file = found.step == ScanFinding::Step::kCheck;
-      // The change of this file is already reported.
       if (whole_file && range.file == changed) continue;
       if (whole_file) changed = range.file;
       AddFailure(Name(range), FileName(range.file),
@@ -252,9 +253,10 @@ class ForeignVerifier {
   const OpenedCheckpoint& opened_;
   const VerifyOptions& options_;
   VerifyReport report_;
-  Status unread_;                 // Why something was not checked.
-  Status ended_;                  // The error of the watch, if it ended the verification.
-  std::uint64_t in_archive_ = 0;  // Bytes read of the current archive.
+  // The first error that is not damage, such as a failing disk: something was not checked.
+  Status unread_;
+  Status ended_;                  // The error of the watch, if the watch ended the verification.
+  std::uint64_t in_archive_ = 0;  // Bytes read so far of the current archive.
   Inventory inventory_;
   std::vector<ScanRange> ranges_;
   std::uint64_t total_ = 0;

@@ -2,9 +2,9 @@
 // Finds the files with the weights of a directory (weight_files.h), by the names that the usual
 // readers look for.
 //
-// transformers prefers model.safetensors and pytorch_model.bin to their indices; diffusers prefers
-// an index; vLLM reads *.safetensors except files that an index omits. So a directory with several
-// sets of weights may be ambiguous.
+// The readers prefer different sets: transformers prefers model.safetensors and pytorch_model.bin
+// to their indices, diffusers prefers an index, and vLLM reads *.safetensors except files that an
+// index omits. So a directory with several sets of weights may be ambiguous.
 #include "index/foreign/weight_files.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ constexpr std::string_view kSafetensors = ".safetensors";
 constexpr std::string_view kIndexEnd = ".index.json";
 constexpr std::string_view kSafetensorsIndex = ".safetensors.index.json";
 constexpr std::string_view kTorchSingle = "pytorch_model.bin";
-// Names that the usual readers look for. The first that exists in a directory is used.
+// Names that the usual readers look for. If a directory has several of them, the first is used.
 struct UsualName {
   std::string_view stem;
   bool index_first;
@@ -128,10 +128,10 @@ Result<WeightMap> ReadWeightMap(const ForeignFolder& folder, const std::string& 
   if (map != rest.value().end() && !map->is_object()) {
     return DataLoss(folder.Shown(index) + ": weight_map is not an object");
   }
-  // The parser passed all members to the callback, so the result does not show whether weight_map
+  // The parser has passed all members to the callback, so `rest` does not show whether weight_map
   // is empty or missing.
   if (out.empty() && text.find("\"weight_map\"") == std::string::npos) {
-    return DataLoss(folder.Shown(index) + ": no weight_map");
+    return DataLoss(folder.Shown(index) + ": the index has no weight_map");
   }
   return out;
 }
@@ -153,7 +153,7 @@ Result<std::string> ChooseWeights(const WeightFiles& files, ForeignBuilder& buil
   const ForeignFolder& folder = builder.folder();
   TENSORMOUNT_ASSIGN_OR_RETURN(const WeightMap map, ReadWeightMap(folder, files.index));
   if (map.size() == 1 && map.contains(files.single)) return files.index;
-  // If none of its files exists, the index is left from an earlier save and cannot be read.
+  // If none of its files exists, the index is left over from an earlier save.
   if (std::ranges::none_of(map, [&](const auto& item) { return folder.Has(item.first); })) {
     return files.single;
   }

@@ -16,17 +16,20 @@
 #include "base/file_system.h"
 #include "index/foreign/foreign.h"
 
-// Finds the files with the weights in a Hugging Face directory. If there are several sets of
-// weights, those that the usual readers (transformers, diffusers, vLLM) choose are used.
+// Finds the files with the weights in a Hugging Face directory. If a directory has several sets of
+// weights with the same tensors, the set that the usual readers (transformers, diffusers, vLLM)
+// prefer is used; if the sets differ, the directory is refused.
 
 namespace tensormount {
 
 // Names of files with weights in a directory, without hidden files.
 struct WeightFiles {
-  // The file with all weights, and the index of several files; each is empty if it does not exist.
+  // The file with all weights, and the index of several files; a name is empty if the file does not
+  // exist.
   std::string single;
   std::string index;
-  // Whether the usual reader prefers the index, as diffusers does.
+  // Whether the usual reader of these names prefers the index to the single file, as diffusers
+  // does.
   bool index_first = false;
   // Set only without `single` and `index`: several indices with unusual names, or files without an
   // index.
@@ -45,20 +48,22 @@ WeightFiles TorchWeightFiles(std::span<const DirectoryEntry> entries);
 // Whether the name ends with ".index.json".
 bool IsWeightIndex(std::string_view name);
 
-// Largest index; it has about six million keys.
+// Largest size of an index in bytes, enough for about six million keys.
 inline constexpr std::uint64_t kMaxWeightIndexBytes = std::uint64_t{1} << 30;
 
-// Reads the weight_map of an index: the keys in each file. kDataLoss: it is malformed, has a key
-// twice, or a file name is invalid (kPermissionDenied for ".."). kUnsupported: over
-// kMaxWeightIndexBytes.
+// By file: the keys that it contains.
 using WeightMap = std::map<std::string, std::set<std::string>>;
+// Reads the weight_map of an index. kDataLoss: the index is malformed, has a key twice, or a file
+// name is invalid (kPermissionDenied for ".."). kUnsupported: the index is larger than
+// kMaxWeightIndexBytes.
 Result<WeightMap> ReadWeightMap(const ForeignFolder& folder, const std::string& index);
 
-// Chooses between files.single and files.index. `list` reads the tensors of one of them. If both
-// have the same keys, shapes and types, the choice is that of the usual reader, and a warning names
-// both; if not, the result is kUnsupported (AmbiguousWeights), because readers choose differently.
-// An index is ignored if none of its files exists, and chosen if it lists only the single file.
+// Reads the tensors of one set of weights: a single file, or the files of an index.
 using ListWeights = std::function<Result<ForeignInventory>(const std::string& name)>;
+// Chooses between files.single and files.index. An index is ignored if none of its files exists,
+// and chosen if it lists only the single file. Otherwise `list` reads both. If they have the same
+// keys, shapes and dtypes, the choice is that of the usual reader, and a warning names both; if
+// not, the result is kUnsupported (AmbiguousWeights), because readers choose differently.
 Result<std::string> ChooseWeights(const WeightFiles& files, ForeignBuilder& builder,
                                   const ListWeights& list);
 

@@ -67,8 +67,7 @@ Status CheckStoredPlainly(const Json& json) {
                            "; only arrays without filters are supported");
 }
 
-// The dtype, which is a type string of NumPy ("<f4"), or "bfloat16", for which NumPy has no type
-// string.
+// The dtype: a type string of NumPy ("<f4"), or "bfloat16", which NumPy does not have.
 Result<DType> ParseDType(const Json& json, bool raw_is_bf16) {
   const auto found = json.find("dtype");
   if (found == json.end()) return BadZarray("has no dtype");
@@ -83,7 +82,7 @@ Result<DType> ParseDType(const Json& json, bool raw_is_bf16) {
 
 }  // namespace
 
-// Rounds up without an addition, which could overflow.
+// Rounds up without adding to the shape, because a sum could overflow.
 Dims ZarrArray::Grid() const {
   Dims grid;
   for (int a = 0; a < shape.rank(); ++a) {
@@ -137,14 +136,14 @@ Status ParseZgroup(std::string_view text) {
   const Result<Json> json = ParseStrictJson(text, {.max_depth = 8, .max_values = 10'000});
   if (!json.ok()) return {Code::kDataLoss, json.status().message()};
   const auto version = json.value().find("zarr_format");
-  if (version == json.value().end()) return {Code::kDataLoss, "has no zarr_format"};
+  if (version == json.value().end()) return {Code::kDataLoss, "the metadata has no zarr_format"};
   if (*version == 2) return {};
   return {Code::kUnsupported,
           "zarr_format " + version->dump().substr(0, 32) + " is not supported (supported: 2)"};
 }
 
-// "1.02", "+1.2" and "1.2.3" are not names of chunks of an array with two axes: if a chunk had two
-// names, two files could be the same chunk.
+// "1.02", "+1.2" and "1.2.3" are not names of chunks of an array with two axes. Otherwise two files
+// could have names of the same chunk.
 std::optional<Dims> ParseChunkName(std::string_view name, int rank, char separator) {
   if (rank == 0) return name == "0" ? std::optional(Dims()) : std::nullopt;
   Dims out;

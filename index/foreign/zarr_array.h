@@ -23,22 +23,22 @@ struct ZarrArray {
   Dims chunks;  // Extents of every chunk, at least 1.
   bool fortran_order = false;
   char separator = '.';  // The character between the numbers in the name of a chunk.
-  // The value of elements in missing chunks, as JSON; nullopt: null.
+  // The value of elements in missing chunks, as JSON text; nullopt if it is null.
   std::optional<std::string> fill_value;
 
   // The number of chunks along each axis.
   Dims Grid() const;
 };
 
-// Parses .zarray. `raw_is_bf16`: whether "|V2" means bfloat16, which Megatron-Core stored so, and
+// Parses .zarray. `raw_is_bf16`: "|V2" means bfloat16, which Megatron-Core stored in this way, and
 // not raw bytes. kDataLoss: invalid JSON, or shape and chunks that do not match or overflow.
 // kUnsupported: another format version, a compressor, filters, or an element type that
 // DTypeFromNpyDescr does not support. The sizes in bytes of the shape and of a chunk fit 64 bits,
 // so products of extents need no checks.
 Result<ZarrArray> ParseZarray(std::string_view json, bool raw_is_bf16 = false);
 
-// The index of the chunk with a name like "1.0.2" (no signs, no leading zeros). nullopt if this is
-// not the name of a chunk with `rank` axes. The chunk of an array without axes has the name "0" and
+// The index of the chunk with a name like "1.0.2" (no signs, no leading zeros). nullopt if the name
+// is not that of a chunk with `rank` axes. The chunk of an array without axes has the name "0" and
 // an empty index.
 std::optional<Dims> ParseChunkName(std::string_view name, int rank, char separator);
 

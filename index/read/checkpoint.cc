@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// OpenedCheckpoint: opens COMMIT and the index, and finds the files in their records. Reads are in
-// checkpoint_read.cc.
+// OpenedCheckpoint: opens COMMIT and the index, and the files that index records name. Reads of
+// tensors and objects are in checkpoint_read.cc.
 //
 // An open reads COMMIT and, of a large index, only the tail, because a mount opens every checkpoint
 // that a user looks into. Damage that has a substitute (the other copy of COMMIT, an index that
@@ -187,7 +187,7 @@ Result<std::shared_ptr<File>> OpenedCheckpoint::SharedFile(std::uint32_t file) c
 void OpenedCheckpoint::EvictFile(std::uint32_t file) const { files_->open.Erase(FilePath(file)); }
 
 // Compares size and mtime with the record, and the change time with its value at the first use of
-// the file in this process. A program can restore an mtime but not a change time.
+// the file through this object. A program can restore an mtime but not a change time.
 Status OpenedCheckpoint::CheckFileUnchanged(std::uint32_t file, File& open) const {
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return Status();
@@ -244,8 +244,9 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
       chunk.file = number;
       // The resolver parses another program's archive, so its result is checked like metadata.
       if (!RangeWithin(chunk.offset, chunk.length, index_->files()[number].length)) {
-        return failed(Status(Code::kDataLoss, index_->files()[number].name +
-                                                  ": its bytes reach past the end of the file"));
+        return failed(
+            Status(Code::kDataLoss, index_->files()[number].name +
+                                        ": the bytes of a tensor reach past the end of the file"));
       }
       if (!region.is_flat() &&
           ArePackedStrides(meta.dtype(), region.box().extent(), chunk.strides)) {
@@ -266,8 +267,8 @@ Result<std::optional<ExtentLookup::FileRun>> OpenedCheckpoint::FileRunOf(
 // In a mount the kernel reads such a file directly (passthrough), so every check of a read is made
 // here: the size, that it is a regular file, and that it did not change.
 Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
-  const Status none(Code::kNotFound,
-                    "tensor " + tensor.meta.key() + ": it is not stored in a file of its own");
+  const Status none(Code::kNotFound, "tensor " + tensor.meta.key() +
+                                         ": the tensor is not stored in a file of its own");
   if (tensor.meta.bytes() == 0 || tensor.chunks == 0) return none;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
   if (!lookup->file_run() || lookup->file_run()->offset != 0) return none;
@@ -277,11 +278,11 @@ Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) c
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_->LinkStat(AccessPath(file)));
   const bool foreign = index_->files()[file].placement == Placement::kForeign;
-  if (foreign && info.kind == FileKind::kSymlink) return none;  // A link needs the guarded open.
+  if (foreign && info.kind == FileKind::kSymlink) return none;  // Only OpenFile checks links.
   TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(index_->files()[file], info, has_commit_));
   if (info.kind != FileKind::kFile || info.size != tensor.meta.bytes()) {
     return Status(Code::kDataLoss, "tensor " + tensor.meta.key() + ": " +
-                                       index_->files()[file].name + ": " +
+                                       index_->files()[file].name + ": " + "the file has " +
                                        std::to_string(info.size) + " bytes, " +
                                        std::to_string(tensor.meta.bytes()) + " expected");
   }

@@ -33,10 +33,10 @@ struct ForeignInventory;
 // Which of the bytes that are read are compared with hashes.
 enum class ReadVerify {
   kOff,
-  kWholeLeaves,  // Compares only leaves that the read covers anyway.
+  kWholeLeaves,  // Compares only leaves that the read covers completely.
   // Reads whole leaves (or pages, if they have hashes), so that every byte is compared.
   kExtendLeaves,
-  // Like kExtendLeaves, but skips bytes that were proven since the file last changed
+  // Like kExtendLeaves, but does not compare bytes that were proven since the file last changed
   // (OpenedCheckpoint::proven).
   kOnce,
 };
@@ -52,9 +52,10 @@ struct ReadStats {
   }
 };
 
-// An opened checkpoint, either committed or foreign. Read-only, immutable, thread-safe. The object
-// has a shared flock on COMMIT, so that gc does not delete the checkpoint. Data files are opened at
-// the first read, at most `max_open_files` at a time.
+// An opened checkpoint, either committed or foreign. Read-only, immutable, thread-safe. The
+// object of a committed checkpoint has a shared flock on COMMIT, so that gc does not delete the
+// checkpoint; on filesystems without locks it has none (PinCommit). Data files are opened at the
+// first read; at most `max_open_files` stay open between reads.
 // Readers keep a shared_ptr to the object. Lookups, mappings and extents that it returns are shared
 // and may outlive it.
 class OpenedCheckpoint {
@@ -185,8 +186,8 @@ class OpenedCheckpoint {
   // Whether another program wrote file number `file`.
   bool IsForeignFile(std::uint32_t file) const;
 
-  // Opens file number `file`. Links cannot lead outside of the checkpoint's directory (own files)
-  // or of info().root (foreign files). kStale if a foreign file changed
+  // Opens file number `file`. Symbolic links are refused (the checkpoint's own files) or must stay
+  // below the root of the foreign files. kStale if a foreign file changed
   // (index/read/foreign_file.h).
   Result<std::unique_ptr<File>> OpenFile(std::uint32_t file) const;
   // Like OpenFile, but the file is opened once for all readers and cached (EvictFile). kDataLoss if
@@ -242,7 +243,9 @@ Result<Inventory> RebuildInventory(FileSystem& fs, const std::string& directory,
                                    const CommitRecord& commit);
 
 struct VerifyOptions {
-  bool quick = false;  // Check only COMMIT, lengths and the index.
+  // Whether to check only COMMIT, the listing, manifests, the index and the lengths of data files.
+  // The data are then not read.
+  bool quick = false;
   // Directories in which data of adopted checkpoints are allowed
   // (OpenedCheckpoint::Options::roots).
   std::vector<std::string> roots;
@@ -281,9 +284,9 @@ struct VerifyReport {
   std::uint64_t chunks = 0;
 };
 // Checks everything that belongs to the checkpoint: both copies of COMMIT, every manifest and index
-// file, index records against the manifests, every extent, every leaf of every data file, digests
-// of tensors whose chunks were all read, and surplus files. Damage is in the report. The call fails
-// only if something could not be checked and no damage was found.
+// file, index records against the manifests, every extent, every leaf of every data file that has
+// hashes, digests of tensors whose chunks were all read, and surplus files. Damage is in the
+// report. The call fails if something could not be checked and no damage was found.
 Result<VerifyReport> VerifyCheckpoint(FileSystem& fs, const std::string& directory,
                                       const VerifyOptions& options);
 

@@ -26,8 +26,9 @@
 namespace tensormount {
 namespace {
 
-// Largest ratio of the bytes from the first run to the last to the bytes of the runs, for a copy
-// from a mapping without a mapping guard.
+// Without a mapping guard (base/mapping.h), a copy from a mapping first reads all pages from the
+// first run to the last. Such a copy is used only if these are at most about this many times the
+// bytes of the runs.
 constexpr std::uint64_t kMostGaps = 8;
 
 // Runs of at least this many bytes are read directly to their destination; shorter runs are
@@ -110,8 +111,8 @@ Status ReadPart(StoredRangeReader& reader, std::uint64_t chunk_offset, bool exte
   const StridedCopy& copy = part.copy;
   const PlacedBox& dst = Holder(want, part.part);
   if (copy.axes == 0 || copy.run >= kLongRun) {
-    // Used if a run of the file is also a run of the tensor. The digest is then the CRC of the
-    // arriving bytes, shifted by the number of the tensor's bytes behind them.
+    // If a run of the file is also a run of the tensor (`linear`), the digest is computed from
+    // the arriving bytes: their CRC, shifted by the number of the tensor's bytes behind them.
     const StridedCopy in_tensor = PlanCopy(part.part, dst, WholeTensor(byte_shape));
     const bool linear = digest != nullptr && copy.axes == 0 && in_tensor.axes == 0;
     const auto tensor_bytes = static_cast<std::uint64_t>(Box::Whole(byte_shape).volume());
@@ -135,9 +136,9 @@ Status ReadPart(StoredRangeReader& reader, std::uint64_t chunk_offset, bool exte
   } else {
     const std::uint64_t span = copy.src_span();
     const std::uint64_t end = static_cast<std::uint64_t>(copy.src_offset) + span;
-    // Runs with gaps between them in the file are copied from a mapping. Without gaps a read from
-    // storage is as fast, but copying short runs that are in memory costs a third less without the
-    // kernel. Leaves to check are hashed in the mapping too.
+    // Short runs are copied from a mapping if that is safe. A mapping skips the gaps between
+    // runs, and copying runs that are in memory costs a third less than reading them through
+    // the kernel. Leaves to check are hashed in the mapping too.
     bool prefers_mmap = false;
     if (extend && MappingGuarded()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(prefers_mmap, reader.PrefersMmap(copy));
@@ -167,8 +168,8 @@ Status ReadPart(StoredRangeReader& reader, std::uint64_t chunk_offset, bool exte
       };
       if (map != nullptr && safe()) {
         stats.bytes_read += copy.bytes();
-        // If RunOnMapping leaves this function by a jump, the load fails, and a few KiB that the
-        // digest allocated leak.
+        // If the mapping fails, RunOnMapping leaves the lambda by a jump. The read then
+        // fails, and a few KiB that the digest allocated leak.
         const bool copied = RunOnMapping([&] {
           if (digest != nullptr) {
             ExecuteCopyWithDigest(copy, part.part, map, base, byte_shape, digest);
@@ -278,16 +279,16 @@ Status CheckUnchangedAfterRead(const OpenedCheckpoint& checkpoint, const TensorM
 
 }  // namespace
 
-// The lookup is made once for each tensor and cached by size, because mounts read a tensor in
-// thousands of small calls.
+// The lookup is made once for each tensor and cached, with its size as weight, because mounts read
+// a tensor in thousands of small calls.
 Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
     const TensorEntry& tensor) const {
   if (std::shared_ptr<const ExtentLookup> known = files_->lookups.Get(tensor.ordinal)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const ExtentTable> table,
                                index_->Extents(tensor.ordinal));
   if (table->rank() != tensor.meta.shape().rank()) {
-    return Status(Code::kInvalidArgument,
-                  "tensor " + tensor.meta.key() + ": does not belong to this checkpoint");
+    return Status(Code::kInvalidArgument, "tensor " + tensor.meta.key() +
+                                              ": the tensor does not belong to this checkpoint");
   }
   if (table->pending()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(table, ResolvePending(tensor, *table));
@@ -332,8 +333,9 @@ Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
     if (chunk.region.empty()) continue;
     if (chunk.file >= index_->files().size() ||
         (chunk.has_hash && chunk.manifest >= index_->manifests().size())) {
-      return Status(Code::kDataLoss, "index: tensor " + meta.key() + " " + chunk.region.ToString() +
-                                         ": refers to a file or manifest that is not in its table");
+      return Status(Code::kDataLoss,
+                    "index: tensor " + meta.key() + " " + chunk.region.ToString() +
+                        ": the chunk refers to a file or manifest that the index does not list");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(
         placed.emplace_back(),
@@ -427,7 +429,8 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
   const std::span<const CopyPlan::Part> parts = plan.parts();
   std::shared_ptr<OpenDataFile> file;  // File of the previous part.
   std::uint32_t file_number = 0;
-  // Whether bytes were read from `file` that no hash proved, but only the file's size and mtime.
+  // Whether bytes that no hash proves were read from `file`. A foreign file must then be checked
+  // for changes.
   bool unproven = false;
   // Parts before this one are already in the buffer, but not checked.
   std::size_t arrived = 0;
@@ -649,8 +652,8 @@ Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
   std::uint32_t file_number = 0;
   for (const Run& run : runs) {
     const std::uint32_t number = planned.chunks[run.chunk].file;
-    // The caller uses the bytes after this check, so a later change of a foreign file would not be
-    // noticed.
+    // The caller uses the bytes after this check, so nobody would notice a later change of a
+    // foreign file.
     if (foreign == ForeignFiles::kRead &&
         index_->files()[number].placement == Placement::kForeign) {
       return std::vector<MappedRange>();

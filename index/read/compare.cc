@@ -36,7 +36,7 @@ bool MatchesGlob(const std::string& glob, const std::string& key) {
 }
 
 // The tensors of one side in the order of the compared names. Without renames the index gives keys
-// in order, page by page. With renames, ordinals are first sorted by name (4 bytes for each
+// in order, kPage at a time. With renames, ordinals are first sorted by name (4 bytes for each
 // tensor), and tensors are looked up one by one.
 class Cursor {
  public:
@@ -107,7 +107,7 @@ struct Job {
   TensorEntry first;
   TensorEntry second;
   bool values = false;
-  bool by_digest = false;   // Whether the digests differ, so that the tensors differ.
+  bool by_digest = false;   // Both have digests, which differ if the dtypes are the same.
   std::size_t entry = 0;    // Position of the result in the batch.
   std::uint64_t block = 0;  // Elements in a unit. A unit is a whole number of bytes.
   std::uint64_t units = 0;

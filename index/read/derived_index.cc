@@ -3,8 +3,9 @@
 //
 // A rebuilt index is in the store's .derived/ and not in the checkpoint, because published
 // checkpoints are immutable: COMMIT lists their files by hash, and copies and readers rely on that.
-// The key is the uuid. A renamed checkpoint therefore still finds its index, and a checkpoint that
-// replaced another under the same name does not get the index of the old one.
+// The directory of a rebuilt index is named by the uuid. A renamed checkpoint therefore still finds
+// its index, and a checkpoint that replaced another under the same name does not get the index of
+// the old one.
 #include "index/read/derived_index.h"
 
 #include <utility>
@@ -50,7 +51,7 @@ Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const Com
     return fs.SyncDirectory(derived);
   };
   const Status built = build();
-  if (!built.ok()) (void)fs.RemoveTree(temporary);  // If this fails, gc removes it.
+  if (!built.ok()) (void)fs.RemoveTree(temporary);  // If this fails, gc removes the directory.
   return built.WithContext("rebuild the index of " + directory);
 }
 
@@ -64,7 +65,7 @@ Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
   // The uuid and the content root are compared because somebody may have copied the directory by
   // hand from another checkpoint.
   if (decoded.record.uuid != commit.uuid || decoded.record.content_root != commit.content_root) {
-    return Status(Code::kDataLoss, path + ": belongs to another checkpoint");
+    return Status(Code::kDataLoss, path + ": the rebuilt index belongs to another checkpoint");
   }
   // A derived index replaces a damaged one, so all of it is checked now: damage must not show at a
   // later read.

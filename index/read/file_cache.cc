@@ -17,8 +17,8 @@ OpenDataFile::~OpenDataFile() {
   if (map_ != nullptr) munmap(map_, map_bytes_);
 }
 
-// The size is read anew in each call, without the lock, because touching a page behind the file's
-// end raises SIGBUS. A later truncation cannot be excluded; see RunOnMapping. The whole file is
+// The size is read anew in each call, because touching a page behind the file's end raises SIGBUS;
+// this needs no lock. A later truncation cannot be excluded; see RunOnMapping. The whole file is
 // mapped once. A failure is remembered, because it would repeat.
 const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
   const int fd = file_->descriptor();

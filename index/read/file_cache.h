@@ -83,8 +83,8 @@ struct PageBlocks {
 };
 
 // Serves small reads in file order (thousands of tensors of some hundred bytes) from windows of 64
-// KiB. Used only while a caller asks for it (OpenedCheckpoint::ReadInOrder), because the bytes in a
-// window may be older than the file. Thread-safe.
+// KiB. Used only while a caller asks for it (OpenedCheckpoint::ReadInOrder), because a window does
+// not show later changes of the file. Thread-safe.
 class ReadAhead {
  public:
   static constexpr std::size_t kMostSmall = 4096;
@@ -130,7 +130,7 @@ struct OpenedCheckpoint::Files {
   ReadAhead ahead;
   // Closes cached files without readers when the process runs out of descriptors.
   const SpareDescriptors spare{[this](bool may_wait) { open.Clear(may_wait); }};
-  // Change times of foreign files, as of their first use by this process.
+  // Change times of foreign files at their first use through this checkpoint.
   ForeignChanges changes;
   // Lookups by tensor ordinal, with pending chunks located. Cached because a mount uses a tensor's
   // lookup thousands of times.

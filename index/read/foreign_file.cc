@@ -8,8 +8,8 @@
 
 namespace tensormount {
 
-// Compares the size and the mtime (in nanoseconds), which are all that a record has of a foreign
-// file.
+// Compares the kind, the size and the mtime (in nanoseconds). A record has nothing else of a
+// foreign file.
 Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted) {
   if (record.placement != Placement::kForeign) return Status();
   const auto changed = [&](const std::string& how) {
@@ -29,8 +29,8 @@ Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopt
 }
 
 // The kernel sets an inode's change time whenever bytes, mode, owner, links or names change, and
-// programs cannot set it; so a write with a restored mtime still shows. A change of only mode,
-// owner or link count is accepted, and the new change time applies from then on.
+// programs cannot set it; so a write with a restored mtime still shows. If mode, owner, link count
+// or inode changed too, the new change time is accepted and applies from then on.
 Status ForeignChanges::Check(std::uint32_t number, const FileRecord& record, const FileInfo& info) {
   const std::lock_guard lock(mutex_);
   const auto [at, first] = seen_.try_emplace(number, info);

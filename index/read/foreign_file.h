@@ -24,13 +24,14 @@ namespace tensormount {
 // not, it was made when the source was opened. Always OK for the checkpoint's own files.
 Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted);
 
-// The change time of each foreign file at its first use by this process, for detecting writes that
-// restored the mtime. A record does not have the change time, because a copy of the file has
-// another. Thread-safe.
+// The change time of each foreign file at its first use through one opened checkpoint, for
+// detecting writes that restored the mtime. A record does not have the change time, because a copy
+// of the file has another. Thread-safe.
 class ForeignChanges {
  public:
   // kStale if the foreign file `number` was changed since the first call for it. `info` is its
-  // present state. A change of only mode, owner or link count is accepted.
+  // present state. A new change time is accepted if mode, owner, link count or inode changed with
+  // it.
   Status Check(std::uint32_t number, const FileRecord& record, const FileInfo& info);
 
  private:
@@ -58,10 +59,10 @@ struct BoundedName {
 std::optional<BoundedName> NameWithin(const std::vector<std::string>& bounds,
                                       const std::string& path);
 
-// Opens a foreign file below the base. kStale: the file changed; no other failure has this code.
-// kPermissionDenied: the file's path leaves the base (kStale if `adopted`, because the path did not
-// leave it at adoption). kNotFound: the file or its root is missing; the message names the missing
-// one.
+// Opens a foreign file below the base. kStale: the file changed, or the path of an adopted file now
+// leaves the base; no other failure has this code. kPermissionDenied: the path of a file that is
+// not adopted leaves the base. kNotFound: the file or its root is missing; the message names the
+// missing one.
 Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase& base,
                                               const FileRecord& record, bool adopted);
 

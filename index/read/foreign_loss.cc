@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Texts for losses, for warnings, verify and content "lost". They name only a few keys, because a
-// missing file may have contained ten thousand tensors.
+// Texts of losses for warnings, for reports of verify, and for the entry "lost" of the content
+// metadata. They name only a few keys, because a missing file may have contained ten thousand
+// tensors.
 #include "index/read/foreign_loss.h"
 
 #include <algorithm>
@@ -24,7 +25,7 @@ std::string ForeignLoss::Summary() const {
     return "tensor " + tensors[0].substr(0, kShownKeyBytes);
   if (objects.size() == 1 && tensors.empty())
     return "object " + objects[0].substr(0, kShownKeyBytes);
-  if (tensors.empty() && objects.empty()) return "its contents";
+  if (tensors.empty() && objects.empty()) return "the contents of the file";
   if (objects.empty()) return Counted(tensors.size(), "tensor");
   if (tensors.empty()) return Counted(objects.size(), "object");
   return Counted(tensors.size(), "tensor") + " and " + Counted(objects.size(), "object");
@@ -47,7 +48,8 @@ std::string ForeignLoss::ToString() const {
   if (file.empty()) {
     return Summary() + ": " + (holes ? "" : "left out: ") + reason + Examples();
   }
-  if (tensors.empty() && objects.empty()) return file + ": " + reason + ": its contents are lost";
+  if (tensors.empty() && objects.empty())
+    return file + ": " + reason + ": the contents of the file are lost";
   if (holes) return file + ": " + reason + ": parts of " + Summary() + " are lost" + Examples();
   const bool one = tensors.size() + objects.size() <= 1;
   return file + ": " + reason + ": " + Summary() + (one ? " is left out" : " are left out") +

@@ -62,7 +62,7 @@ std::vector<double> FirstNumbers(const Subject& of, std::string_view key) {
 }
 
 // Until November 28, 2026, if torch.distributed.checkpoint cached its plans, the second and later
-// saves through our Writer stored no tensors.
+// saves through tensormount.torch.Writer stored no tensors.
 void CheckEmpty(const Subject& of, Notes& notes) {
   const CheckpointIndex& index = of.opened.index();
   std::vector<std::string> mapped;
@@ -79,7 +79,7 @@ void CheckEmpty(const Subject& of, Notes& notes) {
       "; up to November 28, 2026, saves through torch.distributed.checkpoint with "
       "enable_plan_caching=True made such checkpoints";
   if (!mapped.empty() && !some) {
-    notes.push_back("its state dict had " + Counted(mapped.size(), "value") + " (" +
+    notes.push_back("the saved state dict had " + Counted(mapped.size(), "value") + " (" +
                     ListText(mapped) + "), but none of them is stored" + reason);
     return;
   }
@@ -87,7 +87,8 @@ void CheckEmpty(const Subject& of, Notes& notes) {
   if (mapped.empty() && of.opened.commit() != nullptr && index.tensor_count() == 0 &&
       of.common.values.empty() && of.common.ranks.empty() && objects.ok() &&
       objects.value().empty()) {
-    notes.push_back(std::string("it contains no tensor, no object and no common value") + reason);
+    notes.push_back(
+        std::string("the checkpoint contains no tensor, no object and no common value") + reason);
   }
 }
 

@@ -64,12 +64,12 @@ Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
   if (Status locked = LockAsReader(fs, *commit.file); !locked.ok()) {
     // Only gc takes the exclusive lock, and only on removed checkpoints.
     if (locked.code() != Code::kBusy) return locked;
-    return Status(Code::kStale, directory + ": it is being deleted");
+    return Status(Code::kStale, directory + ": the checkpoint is being deleted");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(commit.info, commit.file->Stat());
   // A link count of 0 means that gc had the lock before us and deleted COMMIT.
   if (fs.Can(Ability::kStamps) && commit.info.links == 0) {
-    return Status(Code::kStale, directory + ": it was deleted");
+    return Status(Code::kStale, directory + ": the checkpoint was deleted");
   }
   return commit;
 }

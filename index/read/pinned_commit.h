@@ -12,13 +12,13 @@
 // Readers lock a checkpoint, so that it is not deleted while they read, even if it is renamed or
 // removed.
 
-// Gc moves a checkpoint to .trash and takes the same lock exclusively before it deletes anything.
-// If a reader has the lock, gc keeps the checkpoint; a reader that comes later gets kStale instead
-// of half a checkpoint.
+// A removal moves a checkpoint to .trash. Gc takes the same lock exclusively before it deletes
+// anything there. If a reader has the lock, gc keeps the checkpoint; a reader that comes later gets
+// kStale instead of half a checkpoint.
 namespace tensormount {
 
-// A reader's lock on a checkpoint. Keep the object as long as any file of the checkpoint is read.
-// The directory and the open COMMIT of a checkpoint.
+// A reader's lock on a checkpoint: its directory and the open COMMIT. Keep the object as long as
+// any file of the checkpoint is read.
 struct PinnedCommit {
   // Result of FileSystem::PinDirectory: opens below this path reach the same directory even after
   // it was renamed, removed or replaced.
@@ -28,8 +28,8 @@ struct PinnedCommit {
 };
 
 // Pins the directory and locks COMMIT. `pinned` is the directory if the caller has pinned it
-// already, else null. kNotFound: no COMMIT. kStale: gc is deleting the checkpoint, or has deleted
-// it.
+// already, else null. On a filesystem without locks, succeeds without a lock and logs that once.
+// kNotFound: no COMMIT. kStale: gc is deleting the checkpoint, or has deleted it.
 Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
                                std::shared_ptr<const std::string> pinned = nullptr);
 

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records which bytes of which files were compared with their hashes since the process started:
-// ranges of whole leaves or pages, with the state of the file.
+// Records which bytes of a checkpoint's data files were compared with their hashes: ranges of whole
+// leaves or pages, with the state of the file.
 //
-// The page cache may be replaced while a file is read. A range is therefore valid only while
-// device, inode, size, mtime and change time are the same as when it was compared, and only if a
-// write in between would have changed one of them (IsSettled). A hard link also changes the change
-// time, and later saves link our files, so a new change time together with a new link count is not
-// a write.
+// A file may be rewritten while it is read. A range is therefore valid only while device, inode,
+// size, mtime and change time are the same as when it was compared, and only if a write in between
+// would have changed one of them (IsSettled). A hard link also changes the change time, and later
+// saves link our files, so a new change time together with a new link count is not a write.
 #include "index/read/proven_ranges.h"
 
 #include <algorithm>

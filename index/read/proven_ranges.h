@@ -18,9 +18,10 @@ namespace tensormount {
 
 class OpenDataFile;
 
-// Identity and state of a file. Equal stamps mean that nobody wrote to the file in between.
-// Different stamps do not prove a write, because a hard link changes the stamp too. Device and
-// inode identify the file. A program cannot set the change time.
+// Identity and state of a file. If the state was settled (IsSettled), an equal later stamp means
+// that nobody wrote to the file in between. Different stamps do not prove a write, because a hard
+// link changes the stamp too. Device and inode identify the file. A program cannot set the change
+// time.
 struct FileStamp {
   std::uint64_t device = 0, inode = 0, size = 0;
   std::int64_t modified_seconds = 0, modified_nanoseconds = 0;
@@ -37,7 +38,7 @@ struct FileStamp {
   // new link count is not a write: a save linked the file, or a checkpoint that shared it was
   // deleted. Not transitive: pass the latest known state.
   bool IsUnwrittenSince(const FileStamp& before) const;
-  // Longest time until a file is IsSettled().
+  // A file that is not written for this time is settled (IsSettled).
   static constexpr std::chrono::milliseconds kSettleTime{3000};
   // Whether a write from now on would change the stamp. Timestamps are coarse, so a second write
   // shortly after the first may leave the stamp unchanged.
@@ -84,9 +85,9 @@ class ProvenRanges {
 };
 
 // Keeps track of the proven bytes in one read with ReadVerify::kOnce. For each file call BeginFile,
-// then AreProven and AddProven any number of times; call End last. Ranges of AddProven are recorded
-// by End or the next BeginFile, if the file did not change meanwhile. For one read; not
-// thread-safe.
+// then AreProven and AddProven any number of times; call End last. End or the next BeginFile
+// records the ranges of AddProven, if the file was settled and did not change meanwhile. For one
+// read; not thread-safe.
 class ProvingRead {
  public:
   explicit ProvingRead(ProvenRanges& proven) : proven_(proven) {}

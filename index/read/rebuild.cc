@@ -30,7 +30,7 @@ Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory
                                OpenListedFile(fs, directory, entry.name));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.size != entry.length) {
-    return DataLoss(entry.name, std::to_string(info.size) + " bytes, " +
+    return DataLoss(entry.name, "the file has " + std::to_string(info.size) + " bytes, " +
                                     std::to_string(entry.length) + " expected");
   }
   std::string bytes(static_cast<std::size_t>(entry.length), '\0');
@@ -41,8 +41,8 @@ Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory
   return DecodeManifest(bytes, entry.name);
 }
 
-// The content root hashes the logical content of the inventory. If it agrees, the rebuilt index has
-// the records of the published one.
+// The content root covers the logical records, the file roots cover the positions of stored ranges.
+// If both are those of COMMIT, the rebuilt index has the records of the published one.
 Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& commit) {
   TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, merger.Finish());
   const CheckpointInfo& info = inventory.info;
@@ -57,13 +57,14 @@ Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& com
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(inventory));
   if (ContentRoot(inventory) != commit.content_root) {
-    return DataLoss("manifests", "the content root differs from COMMIT");
+    return DataLoss("manifests",
+                    "the content root (the hash of the inventory) differs from COMMIT");
   }
   for (const FileRecord& file : inventory.files) {
     if (file.placement == Placement::kForeign) continue;
     const CommitRecord::Entry* entry = commit.Find(file.name);
     if (entry == nullptr || entry->length != file.length || entry->hash != file.root) {
-      return DataLoss(file.name, "length or file root differs from COMMIT");
+      return DataLoss(file.name, "the length or the hash of the file differs from COMMIT");
     }
   }
   return inventory;

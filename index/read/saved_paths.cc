@@ -19,8 +19,8 @@ constexpr std::size_t kMostNested = 64;
 // input can expand to very long paths.
 constexpr std::size_t kMostPathBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostKeyBytes = 2048;
-// A list may lack items that were left out. Its last position may exceed its number of items by
-// this much at most: kListGaps, and kListGapsPerItem for each item.
+// A list may lack items that were left out. Its last position must be less than kListGaps +
+// kListGapsPerItem times the number of its items.
 constexpr std::int64_t kListGaps = 64;
 constexpr std::int64_t kListGapsPerItem = 4;
 
@@ -44,11 +44,11 @@ SavedPath PathFrom(const CommonValue& value) {
   return path;
 }
 
-// Marks in `bad` the paths for which no state dict exists. Paths [begin, end) are sorted and equal
-// in the first `depth` steps. The recursion depth is bounded by the length of the paths.
+// Marks in `bad` the paths that no nested state dict can have. Paths [begin, end) are sorted and
+// equal in the first `depth` steps. The recursion depth is bounded by the length of the paths.
 void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begin, std::size_t end,
                     std::size_t depth, std::vector<bool>& bad) {
-  // The path of a value that is repeated, or that is the beginning of another path.
+  // A path is bad if it occurs twice, or if it is the beginning of another path.
   while (begin + 1 < end && paths[begin]->size() == depth) bad[begin++] = true;
   if (begin == end || paths[begin]->size() == depth) return;
   std::size_t items = 0;

@@ -18,8 +18,8 @@
 namespace tensormount {
 
 // Name of the common value with the paths of nested values: a dict that maps a key to a tuple of
-// names and positions, as in torch.distributed.checkpoint's planners. Adoption and import store it,
-// so that an export can restore the nesting.
+// names and positions, as in planners of torch.distributed.checkpoint (DCP). Adoption and import
+// store it, so that an export can restore the nesting.
 inline constexpr std::string_view kPlannerData = "torch.planner_data";
 
 // The items of a list or tuple; null for other values.
@@ -35,7 +35,7 @@ struct PathStep {
 };
 using SavedPath = std::vector<PathStep>;
 // Prefixes of the names of common values: kStructurePrefix for a structure that the Python package
-// saved, kMappingsPrefix for the mappings of our DCP writer.
+// saved, kMappingsPrefix for the mappings of its DCP writer (tensormount.torch.Writer).
 inline constexpr std::string_view kStructurePrefix = "tensormount.tree.";
 inline constexpr std::string_view kMappingsPrefix = "tensormount.dcp.";
 
@@ -47,7 +47,7 @@ struct StructureLeaf {
 };
 // The leaves of a structure that the Python package saved; empty if it is malformed.
 std::vector<StructureLeaf> StructureLeaves(const CommonValue& structure);
-// The keys in mappings of our DCP writer.
+// The keys in the mappings of the Python package's DCP writer.
 std::vector<std::string> MappedKeys(const CommonValue& mappings);
 
 // The steps of a path joined by ".", as DCP and the Python package name values.
@@ -57,8 +57,8 @@ std::string Dotted(const SavedPath& path);
 // without a stored path is its own path. Example: "optim.state.0.exp_avg" has the path ("optim",
 // "state", [0], "exp_avg"); the key does not show that 0 is a number, and keys may contain dots.
 // There are three sources: kPlannerData, in which a numeric dict key is a list with one item ([0]);
-// mappings of our DCP writer ("tensormount.dcp.H"); and structures of the Python package
-// ("tensormount.tree.H", docs/state-dicts.md). Malformed data are skipped. Planner paths are
+// mappings of the Python package's DCP writer (kMappingsPrefix); and structures of the Python
+// package (kStructurePrefix, docs/state-dicts.md). Malformed data are skipped. Planner paths are
 // skipped if they contradict each other or have positions that are negative or far behind the end
 // of their list. Immutable.
 class SavedPaths {
@@ -99,12 +99,13 @@ class SavedPaths {
     std::int64_t items = 0;  // Length of a list or tuple.
   };
   // Containers by path; the outermost container has the empty path. If the ranks' containers at a
-  // path differ, the kind is that of the first, and their keys and lengths are united.
+  // path differ, the kind is that of the first, their keys are united, and the largest length
+  // counts.
   const std::map<SavedPath, Container>& containers() const { return containers_; }
 
  private:
   void AddPath(const std::string* name, const CommonValue& path);
-  // Removes planner paths for which no state dict exists.
+  // Removes planner paths that no nested state dict can have.
   void DropImpossible();
   void AddPlannerData(const CommonValue& value);
   void AddMappings(const CommonValue& value);

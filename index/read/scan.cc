@@ -117,7 +117,7 @@ void Scan::Read(const ScanRange& range, Worker& worker, ScanFinding& found) {
   if (range.file >= inventory_.files.size()) {
     return failed(
         ScanFinding::Step::kRecord,
-        Status(Code::kDataLoss, "its record refers to a file that is not in the file table"));
+        Status(Code::kDataLoss, "the record refers to a file that is not in the file table"));
   }
   if (!worker.file || worker.number != range.file) {
     worker.file.reset();  // Closed before the next open, so that each thread needs one descriptor.

@@ -95,7 +95,7 @@ class Scan {
   // storage, and each thread keeps its file open for the next range. Returns the failure of `visit`
   // or the watch, or kResourceExhausted if memory runs out.
   Status Run(const std::vector<ScanRange>& ranges, const Visit& visit);
-  // Bytes read in the last run, in whole blocks.
+  // Number of bytes that the last Run has read.
   std::uint64_t bytes() const { return done_; }
 
  private:

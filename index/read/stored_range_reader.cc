@@ -50,7 +50,8 @@ bool HasAscendingRuns(const StridedCopy& copy) {
 // Largest number of runs that are announced to storage at once.
 constexpr std::size_t kRunsAhead = 64;
 
-// Number of leaves whose page hashes are read together: 4 KiB of hashes for 1 MiB of the range.
+// Number of leaves whose page hashes are read together: about 4 KiB of hashes for 1 MiB of the
+// range.
 constexpr std::uint64_t kLeavesPaged = 16;
 
 // Whether the runs, which rise, touch every unit (leaf or page) of `bytes` bytes from the first run
@@ -141,7 +142,6 @@ Status StoredRangeReader::OpenFile() {
   if (file_) return Status();
   Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_, record_.file);
   if (file.status().code() == Code::kNotFound) {
-    // A foreign file is missing.
     return WithRangeName(Status(Code::kDataLoss, file.status().message()));
   }
   if (!file.ok()) return WithRangeName(file.status());
@@ -157,7 +157,8 @@ Status StoredRangeReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size
             : file_->file().ReadAt(record_.offset + at, out, size);
   if (!got.ok()) return WithRangeName(got.status());
   if (!ahead) stats_.bytes_read += got.value();
-  if (got.value() != size) return Damage(at + got.value(), "the file ends here");
+  if (got.value() != size)
+    return Damage(at + got.value(), "the file ends here, before the end of the data");
   return Status();
 }
 
@@ -552,8 +553,8 @@ bool StoredRangeReader::IsCached(std::uint64_t at) {
   return OpenFile().ok() && file_->file().ReadCached(record_.offset + at, &byte, 1) == 1;
 }
 
-// Of a run over several leaves only the first leaf (or its pages) is announced, because the rest is
-// read immediately after it.
+// For a run over several leaves, only the first leaf (or its pages) is announced, because the rest
+// is read immediately after it.
 Status StoredRangeReader::StartReading(std::uint64_t at, std::uint64_t size) {
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
   ByteRange want{at, at + size};

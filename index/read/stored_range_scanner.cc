@@ -137,7 +137,8 @@ class StoredRangeScanner::Window {
     if (got.ok() && got.value() == size) return Status();
     const std::uint64_t there = got.ok() ? got.value() : ReadablePart(at, out, size);
     findings_.bytes = std::max(findings_.bytes, at + there);
-    return got.ok() ? Status(Code::kDataLoss, "the file ends here") : got.status();
+    return got.ok() ? Status(Code::kDataLoss, "the file ends here, before the end of the data")
+                    : got.status();
   }
 
   // Number of readable bytes before the first unreadable one, found page by page for the message.
@@ -176,7 +177,7 @@ Status StoredRangeScanner::Read(File& file, std::uint64_t offset, std::uint64_t 
     // a damaged checkpoint.
     if (box.offset < 0 ||
         !RangeWithin(static_cast<std::uint64_t>(box.offset), SpanOf(box), length)) {
-      return Status(Code::kDataLoss, "a tensor box reaches past its end");
+      return Status(Code::kDataLoss, "a box of the tensor reaches past the end of the chunk");
     }
     // Packed runs stay in the processor's cache. Only interleaved boxes need a larger window.
     const std::uint64_t limit = SpanOf(box) == static_cast<std::uint64_t>(box.box.volume()) &&

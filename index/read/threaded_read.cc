@@ -18,7 +18,7 @@ namespace {
 // Number of bytes for which a thread pays off. Starting a thread takes some tens of microseconds,
 // reading this many bytes a millisecond.
 constexpr std::uint64_t kBytesOfAThread = std::uint64_t{4} << 20;
-// Cost of a run that is shorter than this, in bytes, because the run needs a page of its own.
+// A shorter run costs as much as this many bytes, because each run needs a page of its own.
 constexpr std::uint64_t kRunBytes = 4096;
 // Largest number of threads. More gain nothing on one machine's storage and memory.
 constexpr std::size_t kMostThreads = 8;
@@ -29,8 +29,8 @@ std::size_t SharesFor(std::uint64_t bytes, int threads) {
   return static_cast<std::size_t>(std::clamp<std::uint64_t>(bytes / kBytesOfAThread, 1, most));
 }
 
-// The axis along which a box is cut: of the first `axes` axes the outermost that gives every thread
-// a part, so that runs stay long.
+// The axis along which a box is cut. Of the first `axes` axes, the outermost whose extent gives
+// every thread a part, so that runs stay long; if no axis does, the longest.
 int AxisToCut(const Box& box, int axes, std::size_t shares) {
   int best = 0;
   for (int a = 0; a < axes; ++a) {

@@ -14,9 +14,9 @@
 namespace tensormount {
 
 // OpenedCheckpoint::Read and ReadBytes on several threads, for a single reader on a machine. (The
-// ranks of a load are enough threads.) Uses one thread for each 4 MiB or 1,024 runs below a page,
-// at most `threads` (0: the number of cores, at most 8), including the caller's. All threads have
-// ended at return. If several fail, one of their errors is returned.
+// ranks of a load are enough threads.) Uses one thread for each 4 MiB or 1,024 runs shorter than 4
+// KiB, at most `threads` (0: the number of cores, at most 8), including the caller's. All threads
+// have ended at return. If several fail, one of their errors is returned.
 Status ReadByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,
                      const Region& region, const BufferView& out, ReadVerify verify, int threads);
 Status ReadBytesByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,

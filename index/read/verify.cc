@@ -111,7 +111,7 @@ class CheckpointVerifier {
     }
     for (const DirectoryEntry& entry : entries.value()) {
       const std::string name = below.empty() ? entry.name : below + "/" + entry.name;
-      // Such a file was left by a publisher that died. Gc removes it.
+      // A publisher that died left this file in a shared staging. Gc removes it.
       if (!swept_ && commit().Find(name) == nullptr &&
           (store_paths::IsSharedLeftover(name) || name.starts_with("data/"))) {
         continue;
@@ -119,7 +119,7 @@ class CheckpointVerifier {
       if (entry.kind == FileKind::kDirectory && folders.contains(name)) {
         CheckFolder(name, folders);
       } else if (name != kCommitName && commit().Find(name) == nullptr) {
-        Damage(name, name, "not part of this checkpoint");
+        Damage(name, name, "the file is not part of this checkpoint");
         report_.damages.back().surplus = true;
       } else if (entry.kind != FileKind::kFile) {
         Damage(name, name, "not a regular file");
@@ -218,14 +218,14 @@ class CheckpointVerifier {
         ReportUnreadable(entry.name, entry.name, info.status());
       } else if (info.value().kind == FileKind::kFile && info.value().size != entry.length) {
         Damage(entry.name, entry.name,
-               std::to_string(info.value().size) + " bytes, " + std::to_string(entry.length) +
-                   " expected");
+               "the file has " + std::to_string(info.value().size) + " bytes, " +
+                   std::to_string(entry.length) + " expected");
       }
     }
   }
 
   // Reports each foreign file that changed or cannot be opened once. VerifyRanges does not report
-  // its ranges.
+  // the ranges of such a file.
   void CheckForeignFiles(const ForeignBase& base) {
     for (const FileRecord& file : inventory_->files) {
       if (file.placement != Placement::kForeign) continue;

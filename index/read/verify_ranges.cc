@@ -219,10 +219,11 @@ class RangeVerifier {
     for (std::size_t t = 0; t < digests_.size(); ++t) {
       const TensorRecord& tensor = inventory_.tensors[t];
       if (!tensor.has_digest || !digests_[t].whole || digests_[t].value == tensor.digest) continue;
-      damages_.push_back({.object = "tensor " + tensor.meta.key(),
-                          .file = std::string(kIndexName),
-                          .offset = 0,
-                          .reason = "its digest does not match its bytes"});
+      damages_.push_back(
+          {.object = "tensor " + tensor.meta.key(),
+           .file = std::string(kIndexName),
+           .offset = 0,
+           .reason = "the digest of the tensor in the index does not match its bytes"});
     }
   }
 
@@ -243,8 +244,9 @@ class RangeVerifier {
 
 }  // namespace
 
-// The codes below concern the process, the machine or the moment. All other codes (I/O errors,
-// missing files, short reads) concern the stored bytes. Data of a newer format may be intact.
+// The codes that return false concern the process, the machine or the moment, or data of a newer
+// format, which may be intact. All other codes (I/O errors, missing files, short reads) concern the
+// stored bytes.
 bool ProvesDamage(const Status& status) {
   switch (status.code()) {
     case Code::kOk:

@@ -39,7 +39,7 @@ Status CheckWholeFile(File& file, const CommitRecord::Entry& entry) {
   return hash.Value() == entry.hash ? Status() : BadIndex(entry.name + ": checksum mismatch");
 }
 
-// The identity as SstTable stores it. Hex, because the values of user properties are strings.
+// The identity as SstTable stores it: hex text, because RocksDB's table properties are strings.
 SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
   return {uuid.ToString(), content_root.ToHex()};
 }
@@ -116,9 +116,9 @@ Result<std::shared_ptr<const MemoryTable>> CheckpointIndex::RecordsOf(const Inve
   return std::shared_ptr<const MemoryTable>(std::move(table));
 }
 
-// The other codes are failures of this process (memory, descriptors, cancellation, a bug), for
-// which another copy of the records would not help. kNotFound counts as lost, because a deleted
-// index can be rebuilt.
+// The codes that return false are failures of this process (memory, descriptors, cancellation, a
+// bug), for which another copy of the records would not help. kNotFound counts as damage, because a
+// deleted index can be rebuilt.
 bool CheckpointIndex::IsCopyDamaged(const Status& status) {
   switch (status.code()) {
     case Code::kOk:
@@ -140,11 +140,12 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
   const std::string path = JoinPath(directory, name);
   const CommitRecord::Entry* entry = commit.Find(name);
   if (entry == nullptr) return BadIndex(std::string(kCommitName) + " does not list " + name);
-  // RocksDB does not check the end of the file: footer, properties and block index.
+  // RocksDB does not check the end of the file (footer, properties and block index), so its hash
+  // is compared here.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenReadBelow(directory, name));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.size != entry->length) {
-    return BadIndex(name + ": " + std::to_string(info.size) + " bytes, " +
+    return BadIndex(name + ": " + "the file has " + std::to_string(info.size) + " bytes, " +
                     std::to_string(entry->length) + " expected");
   }
   if (entry->length <= check_bytes) {
@@ -198,7 +199,7 @@ Status CheckpointIndex::LoadLists() {
       *table_, record::Key(record::kFile),
       [&](std::string_view key, std::string_view value) -> Status {
         if (key != record::Key(record::kFile, static_cast<std::uint32_t>(files_.size()))) {
-          return BadIndex("files are not numbered in order");
+          return BadIndex("the records of files are not numbered in order");
         }
         ByteReader in(value, "index: file");
         TENSORMOUNT_ASSIGN_OR_RETURN(FileRecord file, DecodeFile(in));
@@ -213,7 +214,7 @@ Status CheckpointIndex::LoadLists() {
       *table_, record::Key(record::kManifest),
       [&](std::string_view key, std::string_view value) -> Status {
         if (key != record::Key(record::kManifest, static_cast<std::uint32_t>(manifests_.size()))) {
-          return BadIndex("manifests are not numbered in order");
+          return BadIndex("the records of manifests are not numbered in order");
         }
         if (!value.starts_with("manifest/") || !IsSafeName(value)) {
           return BadIndex("\"" + std::string(value) + "\" is not a manifest name");
@@ -266,7 +267,7 @@ Status CheckpointIndex::ForEachTensor(std::uint32_t first,
       table_->Scan(record::Key(record::kTensor), record::Key(record::kTensor, first),
                    [&](std::string_view key, std::string_view value) {
                      if (key != record::Key(record::kTensor, next)) {
-                       inner = BadIndex("tensors are not numbered in order");
+                       inner = BadIndex("the records of tensors are not numbered in order");
                        return false;
                      }
                      Result<TensorEntry> entry = record::DecodeTensor(value, next, in_memory_);
@@ -283,7 +284,7 @@ Status CheckpointIndex::ForEachTensor(std::uint32_t first,
   return Status();
 }
 
-// The `k` records are sorted by key, so the first record whose key is not less than `key` has the
+// The kKey records are sorted by key, so the first record whose key is not less than `key` has the
 // answer. If there is none, all keys are smaller.
 Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
   std::uint32_t ordinal = tensor_count_;
@@ -338,11 +339,11 @@ Result<std::vector<ObjectRecord>> CheckpointIndex::Objects() const {
 
 Result<std::vector<ObjectRecord>> CheckpointIndex::ObjectParts(std::string_view key) const {
   std::string prefix = record::Key(record::kObject, key);
-  prefix += '\0';  // Keys have no NUL, so that "a" does not match "ab".
+  prefix += '\0';  // Ends the key, which has no NUL itself, so that "a" does not match "ab".
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> parts, ScanObjects(*table_, prefix));
   for (const ObjectRecord& part : parts) {
     if (part.key != key) {
-      return BadIndex("object " + std::string(key) + ": its record has another key");
+      return BadIndex("object " + std::string(key) + ": the record of the object has another key");
     }
   }
   if (parts.empty()) {
@@ -421,7 +422,7 @@ Result<std::optional<LayerEntry>> CheckpointIndex::ResolveLayer(std::string_view
   return FindLayer(*this, *names, key);
 }
 
-// Page numbers are not checked: a missing page shows in the length.
+// The numbers of the header's pages are not checked: a missing page shows in the length.
 Result<std::string> CheckpointIndex::SafetensorsHeader() const {
   if (safetensors_header_bytes_ == 0) {
     return Status(Code::kUnsupported,

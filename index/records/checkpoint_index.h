@@ -31,8 +31,8 @@ inline constexpr std::uint64_t kMaxFullyCheckedIndexBytes = 4 << 20;
 
 // The index record of one tensor. The extents are separate records.
 struct TensorEntry {
-  // Position in the byte order of the keys, from 0 without gaps. The mount lists and pages by
-  // ordinal, and a prefix of keys is a range of ordinals.
+  // Position in the byte order of the keys, from 0 without gaps. The mount lists keys by ordinal,
+  // and the keys with a common prefix are a range of ordinals.
   std::uint32_t ordinal = 0;
   TensorMeta meta;
   Crc64 digest = 0;
@@ -81,8 +81,9 @@ class Table {
 // thread-safe. Extent tables are decoded once and kept in a bounded cache. docs/format.md, "Index",
 // has the record kinds.
 // Costs: an open reads the end of the file, the info record and the lists of files and manifests,
-// whatever the number of tensors. Find and At make one or two look-ups in the table. Extents makes
-// one more look-up for each MiB of the extent table. ForEachTensor caches nothing.
+// whatever the number of tensors, and all of a small file (kMaxFullyCheckedIndexBytes). At makes
+// one look-up in the table, Find two. Extents makes one look-up and reads one record for each MiB
+// of the extent table. ForEachTensor caches nothing.
 //
 // Every read checks that ordinals and numbers of files and manifests are dense, that names are safe
 // to be joined to the checkpoint's directory, and that a record belongs to its key. ExtentTable::At
@@ -165,8 +166,8 @@ class CheckpointIndex {
   Result<CommonValue> CommonRecord(std::string_view name) const;
   // The layer names of stacked tensors (index/records/layer_names.h), decoded once.
   Result<std::shared_ptr<const LayerNames>> Layers() const;
-  // The layer of a stacked tensor with the name `key`; nullopt if no layer has that name. Needs no
-  // scan.
+  // The layer of a stacked tensor with the name `key`; nullopt if no layer has that name. Does not
+  // scan the tensors.
   Result<std::optional<LayerEntry>> ResolveLayer(std::string_view key) const;
   // The header of model.safetensors, made when the index was written. The tensors are sorted by
   // falling element size, then by key, so that each is aligned. kUnsupported if there is no header,

@@ -11,8 +11,8 @@
 namespace tensormount {
 namespace {
 
-// Magic of a copy. The length at offset 40 is read before a copy is decoded, because the first 40
-// bytes keep their positions in every version of the format (docs/format.md, "Commit record").
+// Magic of a copy. The length of a copy is at offset 40, directly behind the fields that keep their
+// positions in every version of the format (docs/format.md, "Commit record").
 constexpr std::string_view kCommitMagic{"TMCOMMIT", 8};
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kCommitHeaderBytes = 112;
@@ -48,10 +48,10 @@ std::string EncodeCopy(const CommitRecord& record) {
 Result<CommitRecord> DecodeCopy(std::string_view bytes) {
   const auto bad = [](std::string why) { return Status(Code::kDataLoss, std::move(why)); };
   if (bytes.size() < kCommitHeaderBytes + kCommitHashBytes) return bad("truncated");
-  if (!bytes.starts_with(kCommitMagic)) return bad("not a commit record");
+  if (!bytes.starts_with(kCommitMagic)) return bad("the bytes are not a commit record");
   const auto length = LoadLittle<std::uint64_t>(bytes.data() + 40);
   if (length < kCommitHeaderBytes + kCommitHashBytes || length > bytes.size())
-    return bad("wrong length");
+    return bad("the recorded length is wrong");
   // The checksum is compared before version and feature bits: damage must not look like a newer
   // format, which tools handle differently (kUnsupported, not kDataLoss).
   const std::string_view body = bytes.substr(0, length - kCommitHashBytes);
@@ -65,7 +65,7 @@ Result<CommitRecord> DecodeCopy(std::string_view bytes) {
       padding.empty() ||
       (padding[0] == '\0' && padding.substr(1) == padding.substr(0, padding.size() - 1));
   if (!is_zero) {
-    return bad("unexpected bytes after its end");
+    return bad("unexpected bytes after the end of the record");
   }
   CommitRecord record;
   ByteReader in(body.substr(kCommitMagic.size()), "commit record");
@@ -75,8 +75,8 @@ Result<CommitRecord> DecodeCopy(std::string_view bytes) {
   record.read_compatible = in.U64();
   record.incompatible = in.U64();
   if (record.version != kFormatVersion || header_bytes != kCommitHeaderBytes) {
-    return Status(Code::kUnsupported,
-                  "written in a newer format: version " + std::to_string(record.version));
+    return Status(Code::kUnsupported, "the checkpoint is written in a newer format: version " +
+                                          std::to_string(record.version));
   }
   if (const std::uint64_t unknown = record.incompatible & ~kKnownIncompatible; unknown != 0) {
     static constexpr char kDigits[] = "0123456789abcdef";
@@ -84,8 +84,9 @@ Result<CommitRecord> DecodeCopy(std::string_view bytes) {
     for (std::uint64_t bits = unknown; bits != 0; bits >>= 4) {
       hex.insert(hex.begin(), kDigits[bits & 15]);
     }
-    return Status(Code::kUnsupported,
-                  "written in a newer format: incompatible feature bits 0x" + hex);
+    return Status(
+        Code::kUnsupported,
+        "the checkpoint is written in a newer format: incompatible feature bits 0x" + hex);
   }
   (void)in.U64();  // Length.
   record.uuid = DecodeUuid(in);

@@ -16,11 +16,11 @@ namespace tensormount {
 
 // Version of COMMIT and of manifests. The index has its own, because it can be rebuilt.
 inline constexpr std::uint32_t kFormatVersion = 1;
-// Feature bits that this version knows. A checkpoint with unknown incompatible bits is refused. A
-// checkpoint with unknown read-compatible bits is read, but nothing is written into it. Unknown
-// compatible bits are ignored.
+// The incompatible feature bits that this version knows: none. A checkpoint with unknown
+// incompatible bits is refused. Unknown compatible and read-compatible bits do not stop a reader;
+// docs/format.md forbids writing into a checkpoint with unknown read-compatible bits.
 inline constexpr std::uint64_t kKnownIncompatible = 0;
-// Compatible bit of COMMIT: the checkpoint was made by `derive`, so it is no step of a run.
+// Compatible bit of COMMIT: `derive` made the checkpoint, so it is not a step of a training run.
 inline constexpr std::uint64_t kCommitDerived = 1;
 
 // The file COMMIT, whose existence makes a directory a checkpoint (docs/format.md, "Commit
@@ -45,9 +45,10 @@ struct CommitRecord {
   struct Entry {
     std::string name;  // Below the checkpoint: "data/…", "manifest/…", "index/…".
     std::uint64_t length = 0;
-    // Of a data file: the file root. Of a manifest or an index: the hash of the whole file.
+    // The file root of a data file; the hash of the whole file of a manifest or an index.
     Hash128 hash;
-    // Only for the index: the hash of its last min(length, 64 KiB) bytes, checked at open.
+    // For the index, the hash of its last min(length, 64 KiB) bytes, checked at open. Zero for
+    // other files.
     Hash128 tail;
   };
   // Every data file, manifest and index of the checkpoint, except foreign files. A file that is not
@@ -76,7 +77,7 @@ struct DecodedCommit {
   std::string damage;
 };
 // Decodes the content of COMMIT. kDataLoss if both copies are damaged, or if they disagree.
-// kUnsupported "... newer format: incompatible feature bits 0x…" for an unknown bit.
+// kUnsupported "... newer format: ..." for another version or an unknown incompatible bit.
 Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name);
 
 // Reads the content of COMMIT, for DecodeCommit. If the file cannot be read as a whole, an

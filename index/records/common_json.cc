@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // CommonToJson and CommonFromJson of tensormount/common_value.h. They have a file of their own
 // because only they need a JSON library. Values without a JSON form (bytes, tuples, integer keys,
-// NaN) become an object with one key that begins with '$'. A real dict with such a key is escaped
-// the same way, so that each value has exactly one text.
+// NaN) become an object whose first key begins with '$'. A real dict with such a key is written as
+// a "$dict" object, so that each value has exactly one text.
 #include <bit>
 #include <cmath>
 #include <utility>

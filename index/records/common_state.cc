@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names of per-rank records, and the split of records into the state that a load or `ls` shows.
+// Names of per-rank records, and the split of common records into a CommonState.
 #include "index/records/common_state.h"
 
 #include <charconv>

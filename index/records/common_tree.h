@@ -10,13 +10,13 @@
 #include "tensormount/common_value.h"
 #include "tensormount/status.h"
 
-// Internal functions for common values.
+// Functions for common values that the public API does not have.
 
 namespace tensormount {
 
 // `text` as a JSON string with quotes. Invalid UTF-8 becomes U+FFFD.
 std::string QuoteJson(std::string_view text);
-// Inverse of QuoteJson. kInvalidArgument.
+// Inverse of QuoteJson. kInvalidArgument if `text` is not a JSON string.
 Result<std::string> UnquoteJson(std::string_view text);
 
 // The shortest text that reads back as this finite number. It always contains '.' or 'e', so that

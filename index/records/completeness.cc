@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks that a tensor's chunks cover it. Undecoded table rows go into a RegionSet, and IsPartition
-// (shard/coverage.h) decides. Only after a failure are rows decoded one by one, to find the wrong
-// row and the missing cells.
+// (shard/coverage.h) decides. A row is decoded only if its packed bytes do not show that it is
+// valid.
 #include "index/records/completeness.h"
 
 #include <array>
@@ -20,7 +20,7 @@ namespace {
 bool HasItsLength(const ExtentTable& table, const char* row, const TensorMeta& meta,
                   std::uint64_t count) {
   const std::uint32_t flags = extent_row::Flags(row);
-  if (meta.bits() % 8 != 0) return false;  // The position must also be a whole byte.
+  if (meta.bits() % 8 != 0) return false;  // CheckDecoded also checks the byte alignment.
   // A pending row has the length of an item of the file, not of its region.
   if ((flags & extent_row::kPending) != 0) return true;
   const auto length = LoadLittle<std::uint64_t>(row + extent_row::kLength);
@@ -45,18 +45,19 @@ Status CheckPlace(const Inventory& inventory, const ExtentTable& table, const ch
   const FileRecord& record = inventory.files[file];
   if (!RangeWithin(LoadLittle<std::uint64_t>(row + extent_row::kOffset),
                    LoadLittle<std::uint64_t>(row + extent_row::kLength), record.length)) {
-    return DataLoss(record.name + ": a chunk reaches past its end");
+    return DataLoss(record.name + ": a chunk reaches past the end of the file");
   }
   const std::uint32_t flags = extent_row::Flags(row);
   const std::uint32_t known =
       extent_row::kKnownFlags | (table.pending() ? extent_row::kPending : 0u);
-  if ((flags & ~known) != 0) return DataLoss(record.name + ": a chunk with unknown flags");
+  if ((flags & ~known) != 0) return DataLoss(record.name + ": a chunk has unknown flags");
   const bool foreign = record.placement == Placement::kForeign;
   if (!foreign && (flags & (extent_row::kStrided | extent_row::kPending)) != 0) {
-    return DataLoss(record.name + ": a strided chunk, which only foreign files may have");
+    return DataLoss(record.name +
+                    ": a chunk is strided, which only chunks of foreign files may be");
   }
   if ((flags & extent_row::kHasHash) == 0) {
-    return foreign ? Status() : DataLoss(record.name + ": a chunk without a hash");
+    return foreign ? Status() : DataLoss(record.name + ": a chunk has no hash");
   }
   if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= inventory.manifests.size()) {
     return DataLoss(record.name +
@@ -103,8 +104,8 @@ Status CheckChunkLength(const Inventory& inventory, const TensorMeta& meta,
   if (!bytes.ok()) return DataLoss(chunk.region.ToString() + ": " + bytes.status().message());
   if (chunk.pending || bytes.value() == chunk.length) return Status();
   return DataLoss(chunk.region.ToString() + ": " + inventory.files[chunk.file].name + ": " +
-                  std::to_string(chunk.length) + " bytes stored, " + std::to_string(bytes.value()) +
-                  " needed");
+                  std::to_string(chunk.length) + " bytes are stored, " +
+                  std::to_string(bytes.value()) + " are needed");
 }
 
 // Checks a table row after decoding it, with a message for each fault.
@@ -139,8 +140,8 @@ TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRec
     }
     if (!status.ok()) return bad(status);
   }
-  // Sound tensors return here. The code below finds at most four missing or doubled boxes, because
-  // only the first is reported.
+  // Complete tensors return here. The code below lists at most four missing or doubled boxes, which
+  // is enough for messages.
   if (IsPartition(regions_)) return {};
   CoverageReport report = CheckCoverage(regions_, 4);
   const auto file = [&](std::uint32_t row) -> const std::string& {
@@ -153,7 +154,8 @@ TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRec
                           " and " + file(overlap.second);
     return {Completeness::kOverlap, std::move(message), std::move(report)};
   }
-  // Names the first hole. The sum of all holes tells a lost rank from a wrong layout.
+  // The message names the first hole. The number of all missing elements helps to tell a lost
+  // rank from a wrong layout.
   std::string message = report.missing.front().ToString() + " is stored in no chunk";
   if (report.missing.size() > 1 || report.truncated) {
     message += " (" + std::to_string(report.missing_elements) + " elements are missing in total)";

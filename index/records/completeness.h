@@ -25,8 +25,9 @@ enum class Completeness {
 // checkpoint with holes can be opened, and its missing boxes are reported as losses.
 struct TensorCheck {
   Completeness verdict = Completeness::kWhole;
-  std::string why;          // The finding without the tensor's name. Empty if the tensor is whole.
-  CoverageReport coverage;  // The missing boxes of a hole, or the doubled boxes of an overlap.
+  std::string why;  // The finding without the tensor's name. Empty if the tensor is whole.
+  // The missing boxes of a hole, or the doubled boxes of an overlap, at most four of each.
+  CoverageReport coverage;
 };
 
 // Checks tensors one after the other. The memory is reused from tensor to tensor, because a
@@ -46,14 +47,14 @@ class CompletenessCheck {
 
 // Checks that the chunks of every tensor cover the tensor exactly, that object parts cover their
 // grids, and that every chunk lies within its file and has the length of its region. kDataLoss
-// names the tensor, the exact missing or doubled box, and the files.
+// names the tensor, the first missing or doubled box, and for a doubled box its two files.
 //
-// This check runs at every publish over the merged manifests, at every rebuild of an index, and on
-// the result of a foreign adapter. It is the last check before COMMIT vouches for the ranks'
-// reports, so it trusts no field of a table row.
+// These checks run at every publish over the merged manifests, at every rebuild of an index, and on
+// the result of a reader of a foreign format. They are the last checks before COMMIT vouches for
+// the ranks' reports, so they trust no field of a table row.
 //
 // Takes time linear in the number of chunks. Table rows are compared as packed bytes, and decoded
-// only for a tensor that fails. No data file is read.
+// only if their packed form is not certainly valid. No data file is read.
 Status CheckComplete(const Inventory& inventory);
 // Checks only the objects, like CheckComplete.
 Status CheckObjects(const Inventory& inventory);

@@ -44,9 +44,9 @@ class ExtentLookup {
   struct Rows {
     std::size_t begin = 0;
     std::size_t end = 0;
-    // The table rows that may hold bytes [first, end) of the tensor's row-major order. The range
-    // contains all such rows, and possibly others.
   };
+  // The table rows that may hold bytes [first, end) of the tensor's row-major order. The range
+  // contains all such rows, and possibly others.
   Rows Candidates(std::uint64_t first, std::uint64_t end) const;
   // False if table row i has no byte of [first, end) in row-major order. True means "perhaps",
   // because only the row's first and last byte are compared.
@@ -56,9 +56,9 @@ class ExtentLookup {
   const ExtentTable& table() const { return *table_; }
   const std::shared_ptr<const ExtentTable>& shared_table() const { return table_; }
 
-  // Set if the whole tensor is one contiguous range of a file, whatever its chunks: byte n of the
-  // tensor is byte offset + n of the file. The tensor can then be read, mapped or passed through as
-  // a plain range. Empty for other tensors and for tensors without bytes.
+  // file_run() is set if the whole tensor is one contiguous range of a file, whatever its chunks:
+  // byte n of the tensor is byte offset + n of the file. The tensor can then be read, mapped or
+  // passed through as a plain range. Empty for other tensors and for tensors without bytes.
   struct FileRun {
     std::uint32_t file = 0;
     std::uint64_t offset = 0;

@@ -13,7 +13,7 @@
 
 namespace tensormount::extent_row {
 
-// Offsets of a row's fields. Fields are unaligned, because rows have odd sizes; LoadLittle copies.
+// Offsets of a row's fields. Fields are unaligned; LoadLittle copies them.
 // kFile and kManifest are positions in the tables of the manifest or checkpoint that the row
 // belongs to. InventoryMerger replaces only these two.
 inline constexpr std::size_t kFile = 0;        // u32
@@ -25,7 +25,8 @@ inline constexpr std::size_t kLength = 28;     // u64
 inline constexpr std::size_t kHash = 36;       // 16 bytes
 inline constexpr std::size_t kFlatFirst = 52;  // i64
 inline constexpr std::size_t kFlatCount = 60;  // i64
-// For each axis an i64, then the extents as i64, then, in wide rows, the strides as i64.
+// The begins of the region as i64 for each axis, then the extents as i64, then, in wide rows, the
+// strides as i64.
 inline constexpr std::size_t kBegin = 68;
 
 // Bits of the flags.

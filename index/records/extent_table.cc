@@ -41,15 +41,15 @@ Status DecodeStrides(const char* row, int rank, ChunkRecord& chunk) {
   const bool strided = (extent_row::Flags(row) & extent_row::kStrided) != 0;
   const auto bad = [](std::string_view why) { return Status(Code::kDataLoss, std::string(why)); };
   if (strided && (rank == 0 || chunk.region.is_flat()))
-    return bad("strides for a region that is not a box");
+    return bad("the row has strides, but its region is not a box");
   std::int64_t reach = 0;
   for (int a = 0; a < rank; ++a) {
     const std::int64_t stride = extent_row::Stride(row, rank, a);
     if (!strided) {
-      if (stride != 0) return bad("strides are present without their flag");
+      if (stride != 0) return bad("the row has strides, but not the flag for strides");
       continue;
     }
-    if (stride < 0) return bad("a negative stride");
+    if (stride < 0) return bad("a stride is negative");
     const std::int64_t steps = std::max<std::int64_t>(chunk.region.box().extent(a) - 1, 0);
     const auto along = CheckedMul(steps, stride);
     const auto sum = along ? CheckedAdd(reach, *along) : std::nullopt;
@@ -66,12 +66,13 @@ Status DecodeStrides(const char* row, int rank, ChunkRecord& chunk) {
 
 std::size_t ExtentTable::row_bytes() const { return extent_row::Bytes(rank_, wide_); }
 
-// Takes the bytes unchecked. O(1), except for the search for pending rows if `from_memory` is set.
+// Takes the rows without decoding them. O(1), except for the search for pending rows if
+// `from_memory` is set.
 Result<ExtentTable> ExtentTable::FromPacked(int rank, std::string rows, bool wide,
                                             bool from_memory) {
   if (rank < 0 || rank > kMaxRank) {
     return Status(Code::kDataLoss,
-                  "extent table: its regions cannot have " + std::to_string(rank) + " axes");
+                  "extent table: regions cannot have " + std::to_string(rank) + " axes");
   }
   ExtentTable table(rank, wide);
   const std::size_t row_bytes = table.row_bytes();
@@ -200,10 +201,10 @@ Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
 }
 
 // Also refuses a second encoding of the same record (a hash without its flag, a flat range that
-// equals a box, strides of zero in packed rows): content roots hash the bytes of rows, so equal
-// records must have equal bytes.
+// equals a box, strides without their flag): content roots hash the bytes of rows, so equal records
+// must have equal bytes.
 Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
-  if (i >= size()) return BrokenRow(i, "the table has fewer rows");
+  if (i >= size()) return BrokenRow(i, "the row is past the end of the table");
   const char* row = rows_.data() + i * row_bytes();
   ChunkRecord chunk;
   chunk.file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
@@ -219,7 +220,7 @@ Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
   chunk.pending = (flags & extent_row::kPending) != 0;
   chunk.has_hash = (flags & extent_row::kHasHash) != 0;
   if (!chunk.has_hash && chunk.hash != Hash128{})
-    return BrokenRow(i, "a hash is present without its flag");
+    return BrokenRow(i, "the row has a hash, but not the flag for a hash");
   Dims begin;
   Dims extent;
   for (int a = 0; a < rank_; ++a) {
@@ -243,7 +244,8 @@ Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
       chunk.offset + chunk.length > static_cast<std::uint64_t>(INT64_MAX)) {
     return BrokenRow(i, "offset and length overflow");
   }
-  if ((flags & extent_row::kStrided) != 0 && !wide_) return BrokenRow(i, "strides in a narrow row");
+  if ((flags & extent_row::kStrided) != 0 && !wide_)
+    return BrokenRow(i, "the row has strides, but the table has no columns for them");
   if (wide_) {
     if (Status strides = DecodeStrides(row, rank_, chunk); !strides.ok()) {
       return BrokenRow(i, strides.message());

@@ -78,8 +78,8 @@ class ExtentTable {
   // Appends the rows of `other`. kDataLoss if the tables have different numbers of axes.
   Status AppendAll(const ExtentTable& other);
   // Appends the rows of `other` with new file and manifest numbers: file number i becomes
-  // file_map[i]. Costs one copy and 8 bytes for each row. kDataLoss if a file number is outside the
-  // map.
+  // file_map[i]. Copies the rows once and rewrites 8 bytes of each. kDataLoss if a file number is
+  // outside the map.
   Status AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
                       std::uint32_t manifest);
   // Replaces file and manifest numbers in place. kDataLoss if a number is outside its map.
@@ -92,8 +92,8 @@ class ExtentTable {
   // All rows, decoded. Only for small tables and tools, because every chunk is in memory.
   Result<std::vector<ChunkRecord>> All() const;
   // Sorts rows by the first element of their regions, then by file, then by offset. The order is
-  // part of the format, because the content root hashes rows in it. O(n) for sorted rows, which a
-  // single writer produces; O(n log n) for others.
+  // part of the format, because the content root hashes rows in it. O(n) for rows that are sorted
+  // already, as those of a single writer are; O(n log n) for others.
   void Sort();
 
  private:

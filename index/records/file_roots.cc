@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Roots of data files. Overlaps and ends of ranges are checked too, because a root over overlapping
-// ranges would prove nothing.
+// Roots of data files. The functions also check that ranges do not overlap or exceed the file,
+// because a root over overlapping ranges would prove nothing.
 #include "index/records/file_roots.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 constexpr std::string_view kFileDomain{"tensormount file v1", 20};  // With the terminating NUL.
 
 Status BadRange(const FileRecord& file, const RangeHash& range, std::string_view why) {
-  return DataLoss(file.name, "the range of " + std::to_string(range.length) + " bytes at " +
+  return DataLoss(file.name, "the range of " + std::to_string(range.length) + " bytes at byte " +
                                  std::to_string(range.offset) + " " + std::string(why));
 }
 
@@ -40,8 +40,8 @@ Status ForEachRow(const ExtentTable& table, Fn fn) {
   return Status();
 }
 
-// Calls fn for every stored range in inventory order: chunks, object parts, extra ranges. Skips the
-// objects of a coordinator's list, which have no file.
+// Calls fn for every stored range in inventory order: chunks, object parts, extra ranges. Skips
+// objects without a file (kNoFile), which only the coordinator's manifest has.
 template <typename Fn>
 Status ForEachStoredRange(const Inventory& inventory, Fn fn) {
   for (const TensorRecord& tensor : inventory.tensors) {
@@ -60,7 +60,7 @@ Status ForEachStoredRange(const Inventory& inventory, Fn fn) {
 }
 
 // The root of a file. Sorts `ranges`, which are all ranges of the file, and checks that they do not
-// overlap or exceed the file.
+// overlap. Callers have checked that the ranges are within the file.
 Result<Hash128> RootOf(const FileRecord& file, std::span<RangeHash> ranges) {
   const auto less = [](const RangeHash& a, const RangeHash& b) {
     return a.offset != b.offset ? a.offset < b.offset : a.length < b.length;
@@ -101,8 +101,9 @@ Result<std::vector<FileRoot>> FileRootsOf(const Inventory& inventory) {
         }
         const FileRecord& record = inventory.files[file];
         if (!RangeWithin(range.offset, range.length, record.length)) {
-          return BadRange(record, range,
-                          "reaches past the end of the file at " + std::to_string(record.length));
+          return BadRange(
+              record, range,
+              "reaches past the end of the file at byte " + std::to_string(record.length));
         }
         if (!has_hash && record.placement != Placement::kForeign) {
           return BadRange(record, range, "has no hash");
@@ -141,7 +142,7 @@ Status SharedFileRoots::Add(std::vector<FileRecord>& files, const ExtentTable& r
   });
 }
 
-// The manifest's decoding checked that the range is in its file and has a hash.
+// FileRootsOf checked for each manifest that the range is in its file and has a hash.
 Status SharedFileRoots::Add(std::vector<FileRecord>& files, std::uint32_t file,
                             const RangeHash& range) {
   if (file >= files_.size() || files_[file].expected == 0) return Status();

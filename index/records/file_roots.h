@@ -15,8 +15,9 @@ namespace tensormount {
 
 // Roots of data files (docs/format.md, "Hashes"). A root is the hash of the lengths and hashes of a
 // file's stored ranges, in the order of their offsets; no data are read. InventoryMerger sets
-// FileRecord::root. A file that one manifest names, as nearly all, gets its root from FileRootsOf.
-// A file of several writers gets its root from SharedFileRoots, while the tensors' extents pass.
+// FileRecord::root. Nearly every file is named by one manifest and gets its root from FileRootsOf.
+// A file of several writers gets its root from SharedFileRoots, while InventoryMerger::TakeRows
+// passes the extents of the tensors.
 
 // A stored range in the form that the file root hashes: u64 offset, u64 length, hash.
 struct RangeHash {
@@ -37,15 +38,15 @@ struct FileRoot {
 Result<std::vector<FileRoot>> FileRootsOf(const Inventory& inventory);
 
 // Collects the ranges of files that several manifests name, and computes the root of a file when
-// its last range was added. A file with the data of one tensor is complete when the tensor has
-// passed, so memory holds the ranges of few files at a time. Not thread-safe.
+// its last range was added. If a file has the data of one tensor, it is complete after the rows of
+// that tensor, so memory holds the ranges of few files at a time. Not thread-safe.
 class SharedFileRoots {
  public:
   // Announces a file that gets `ranges` ranges from all its manifests together.
   void Expect(std::uint32_t file, std::uint64_t ranges);
-  // Add ranges whose file numbers are positions in `files`, and set the roots of files that are now
-  // complete. Ranges of files that were not announced are ignored. kDataLoss as for FileRootsOf,
-  // and for more ranges than announced.
+  // Add ranges whose file numbers are positions in `files`, and set the roots of files that are
+  // now complete. Ranges of files that were not announced, or that are complete, are ignored.
+  // kDataLoss if ranges of a file overlap.
   Status Add(std::vector<FileRecord>& files, const ExtentTable& rows);
   Status Add(std::vector<FileRecord>& files, std::uint32_t file, const RangeHash& range);
   // Fails if an announced file lacks ranges.

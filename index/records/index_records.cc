@@ -11,7 +11,7 @@
 namespace tensormount::index_record {
 namespace {
 
-// Flags of a `t` record.
+// Flags of a kTensor record.
 constexpr std::uint8_t kRecordHasDigest = 1;
 constexpr std::uint8_t kInSafetensors = 2;
 constexpr std::uint8_t kRecordWide = 4;
@@ -60,7 +60,8 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
                const std::function<Status(std::string_view, std::string_view)>& fn) {
   if (inventory.tensors.size() >= UINT32_MAX || inventory.files.size() >= UINT32_MAX ||
       inventory.extras.size() >= UINT32_MAX || inventory.objects.size() >= UINT32_MAX) {
-    return Status(Code::kInvalidArgument, "index: too many tensors, files or objects");
+    return Status(Code::kInvalidArgument,
+                  "index: the checkpoint has too many tensors, files or objects (2^32 or more)");
   }
   SafetensorsOrder layout;
   if (!to_memory) {
@@ -113,7 +114,7 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
   if (passed.size() != counts.tensors) {
     return Status(Code::kInternal, "index: internal error: only " + std::to_string(passed.size()) +
                                        " of " + std::to_string(counts.tensors) +
-                                       " tensors were written");
+                                       " tensors were written to the index");
   }
   for (std::uint32_t i = 0; i < inventory.files.size(); ++i) {
     value.bytes().clear();

@@ -11,14 +11,16 @@
 #include "index/records/checkpoint_index.h"
 #include "index/records/inventory.h"
 
-// Kinds and keys of the records of the chunk index (docs/format.md, "Index").
+// Kinds and keys of the records of the chunk index (docs/format.md, "Index"). A comment
+// "A -> B" means that the key is the letter of the kind and A, and the value is B. be32 is a
+// big-endian u32.
 
 namespace tensormount::index_record {
 
-inline constexpr char kCommon = 'c';       // key -> value
-inline constexpr char kExtents = 'e';      // be32 ordinal, be32 page -> rows
+inline constexpr char kCommon = 'c';       // name -> common value
+inline constexpr char kExtents = 'e';      // be32 ordinal, be32 page -> table rows of extents
 inline constexpr char kFile = 'f';         // be32 number -> file
-inline constexpr char kSafetensors = 'h';  // be32 page -> bytes of the header
+inline constexpr char kSafetensors = 'h';  // be32 page -> bytes of the header of model.safetensors
 inline constexpr char kInfo = 'i';         // -> info and counts
 inline constexpr char kKey = 'k';          // key -> be32 ordinal
 inline constexpr char kManifest = 'm';     // be32 number -> name
@@ -56,8 +58,8 @@ struct Counts {
 // Calls fn for every record in key order until fn fails. With `to_memory`, chunks may be pending,
 // and model.safetensors is not laid out, because it is rarely read from foreign checkpoints.
 // `pass` hands over each tensor of `inventory` in order with its extents. The extents are not used
-// after that and may be freed. Metadata, digests and common values are read before the pass; files,
-// objects, extra ranges and info after it.
+// after that and may be freed. The layout of model.safetensors and the common values are read
+// before the pass; digests, mtimes, files, objects, extra ranges and info after it.
 Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pass,
                const std::function<Status(std::string_view key, std::string_view value)>& fn);
 // The pass over an inventory that has its extents in memory.

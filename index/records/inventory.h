@@ -51,7 +51,7 @@ enum class Placement : std::uint8_t {
   kTensorFile = 1,  // One tensor in global row-major order, from offset 0.
   kRankShard = 2,   // All regions of one writer; a valid safetensors file.
   kPack = 3,        // Small tensors and objects of one writer.
-  kForeign = 4,     // Another program's file, adopted in place.
+  kForeign = 4,     // Another program's file, read in place.
   // Whole tensors of one writer; a valid safetensors file with the tensors' keys.
   kSafetensors = 5,
 };
@@ -189,11 +189,11 @@ class RootHasher {
 // ranges or manifests.
 Inventory CoordinatorInventory(const Inventory& merged);
 
-// Merges the manifests of all writers. kCoordinatorManifest holds info and common values. If it was
-// written already, it also has mtimes and the list of all tensors and objects. kDataLoss if writers
-// disagree on uuid, dtype or shape, give a file different lengths, repeat an object part, or differ
-// from the coordinator's list or digests, or if stored ranges overlap or exceed their file
-// (index/records/file_roots.h).
+// Merges the manifests of all writers. kCoordinatorManifest holds info and common values. That of a
+// published checkpoint also has mtimes and the list of all tensors and objects. kDataLoss if
+// writers disagree on uuid, dtype or shape, give a file different lengths, repeat an object part,
+// or differ from the coordinator's list or digests, or if stored ranges overlap or exceed their
+// file (index/records/file_roots.h).
 // Use an object for one merge: Add each manifest once, then call Finish, or FinishTables and
 // TakeRows. Discard the object after a failure. Not thread-safe.
 class InventoryMerger {

@@ -62,13 +62,13 @@ RangeHash HashedRange(const ExtraRange& extra) { return {extra.offset, extra.len
 Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_name) {
   if (std::find(merged_.manifests.begin(), merged_.manifests.end(), manifest_name) !=
       merged_.manifests.end()) {
-    return DataLoss(manifest_name + ": listed twice");
+    return DataLoss(manifest_name + ": the manifest is listed twice");
   }
   if (!from.info.uuid.IsZero()) {
     if (uuid_.IsZero()) uuid_ = from.info.uuid;
     if (uuid_ != from.info.uuid) {
-      return DataLoss(manifest_name + ": belongs to checkpoint " + from.info.uuid.ToString() +
-                      ", not to " + uuid_.ToString());
+      return DataLoss(manifest_name + ": the manifest belongs to checkpoint " +
+                      from.info.uuid.ToString() + ", not to " + uuid_.ToString());
     }
   }
   const auto manifest = static_cast<std::uint32_t>(merged_.manifests.size());
@@ -168,7 +168,8 @@ Status InventoryMerger::AddTensor(const TensorRecord& tensor,
 Status InventoryMerger::AddObject(const ObjectRecord& object,
                                   std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
   if (object.file >= file_map.size()) {
-    return DataLoss(PartName(object) + ": refers to a file that is not in the file table");
+    return DataLoss(PartName(object) +
+                    ": the record refers to a file that is not in the file table");
   }
   ObjectRecord& merged = merged_.objects.emplace_back(object);
   merged.file = file_map[object.file];
@@ -184,13 +185,13 @@ Status InventoryMerger::ApplyCoordinator() {
   if (list.tensors.empty() && list.objects.empty()) return Status();  // Not written yet.
   const std::string who(kCoordinatorManifest);
   if (list.tensors.size() != merged_.tensors.size()) {
-    return DataLoss(who + ": lists " + std::to_string(list.tensors.size()) +
-                    " tensors, the writers wrote " + std::to_string(merged_.tensors.size()));
+    return DataLoss(who + ": the manifest lists " + std::to_string(list.tensors.size()) +
+                    " tensors, but the writers wrote " + std::to_string(merged_.tensors.size()));
   }
   for (const TensorRecord& tensor : list.tensors) {
     const auto it = tensor_number_.find(tensor.meta.key());
     if (it == tensor_number_.end()) {
-      return DataLoss(who + ": tensor " + tensor.meta.key() + ": no writer wrote it");
+      return DataLoss(who + ": tensor " + tensor.meta.key() + ": no writer wrote this tensor");
     }
     TensorRecord& merged = merged_.tensors[it->second];
     if (merged.meta.dtype() != tensor.meta.dtype() ||
@@ -206,8 +207,8 @@ Status InventoryMerger::ApplyCoordinator() {
   std::sort(parts.begin(), parts.end(),
             [](const ObjectRecord* a, const ObjectRecord* b) { return PartLess(*a, *b); });
   if (parts.size() != merged_.objects.size()) {
-    return DataLoss(who + ": lists " + std::to_string(parts.size()) +
-                    " parts of objects, the writers wrote " +
+    return DataLoss(who + ": the manifest lists " + std::to_string(parts.size()) +
+                    " parts of objects, but the writers wrote " +
                     std::to_string(merged_.objects.size()));
   }
   for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -252,7 +253,7 @@ Result<Inventory> InventoryMerger::FinishTables() {
   std::sort(merged_.objects.begin(), merged_.objects.end(), PartLess);
   for (std::size_t i = 1; i < merged_.objects.size(); ++i) {
     if (!PartLess(merged_.objects[i - 1], merged_.objects[i])) {
-      return DataLoss(PartName(merged_.objects[i]) + ": written twice");
+      return DataLoss(PartName(merged_.objects[i]) + ": the part was written twice");
     }
   }
   if (coordinator_) TENSORMOUNT_RETURN_IF_ERROR(ApplyCoordinator());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Key renaming rules (tensormount/key_map.h): patterns with stars. The first rule that matches a
-// key applies. The rules' JSON is parsed strictly, and errors name the field.
+// Key renaming rules (tensormount/key_map.h): whole keys, prefixes, and patterns with stars. The
+// first rule that matches a key applies. The rules' JSON is parsed strictly, and errors name the
+// field.
 #include "tensormount/key_map.h"
 
 #include <algorithm>
@@ -108,7 +109,7 @@ Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
   }
   if (!has_kind) return BadRule(number, "expected one of key, prefix, match and drop");
   if (has_to != (rule.kind != RuleKind::kDrop)) {
-    return BadRule(number, has_to ? "drop takes no \"to\"" : "\"to\" is missing");
+    return BadRule(number, has_to ? "a rule with drop takes no \"to\"" : "\"to\" is missing");
   }
   return rule;
 }
@@ -116,7 +117,7 @@ Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
 }  // namespace
 
 Result<KeyMap> KeyMap::FromJson(std::string_view json) {
-  // Of two fields with the same name the parser silently keeps the last. Names are therefore
+  // If two fields have the same name, the parser silently keeps the last. Names are therefore
   // checked during parsing, with one set for each open object.
   std::vector<std::set<std::string>> fields;
   std::string repeated;
@@ -185,7 +186,7 @@ Result<std::vector<std::string>> KeyMap::ApplyToAll(std::span<const std::string>
     }
     names.push_back(std::move(renamed.name));
   }
-  // The keys are views into `names`, which no longer grows.
+  // The keys of `first` are views into `names`, which no longer grows.
   std::unordered_map<std::string_view, std::size_t> first;
   first.reserve(names.size());
   for (std::size_t i = 0; i < names.size(); ++i) {

@@ -33,11 +33,11 @@ Status CheckLayerPattern(std::string_view pattern) {
   };
   const std::size_t at = pattern.find(kSlot);
   if (at == std::string_view::npos || pattern.find(kSlot, at + kSlot.size()) != pattern.npos) {
-    return bad("must contain exactly one {}");
+    return bad("the pattern must contain exactly one {}");
   }
   if ((at > 0 && IsDigit(pattern[at - 1])) ||
       (at + kSlot.size() < pattern.size() && IsDigit(pattern[at + kSlot.size()]))) {
-    return bad("must not have a digit next to {}");
+    return bad("the pattern must not have a digit next to {}");
   }
   return CheckKey(pattern).WithContext("layer name pattern");
 }
@@ -114,7 +114,7 @@ Result<TensorMeta> LayerMeta(const TensorMeta& stack, std::string key, std::int6
   Dims of_layer;
   for (int axis = 1; axis < shape.rank(); ++axis) of_layer.push_back(shape[axis]);
   Result<TensorMeta> meta = TensorMeta::Make(std::move(key), stack.dtype(), of_layer);
-  // The layer is not a whole number of bytes, and a tensor cannot begin inside a byte.
+  // Make fails if the layer is not a whole number of bytes. A tensor cannot begin inside a byte.
   if (!meta.ok()) return Status(Code::kNotFound, meta.status().message());
   return meta;
 }

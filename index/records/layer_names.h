@@ -58,9 +58,9 @@ class LayerNames {
   std::unordered_map<std::string, std::string> key_of_;
 };
 
-// Checks that each name belongs to one tensor or layer. kInvalidArgument, with both names, if a key
-// is also the name of a layer, or if two stacked tensors have a layer name in common. `inventory`
-// has sorted keys and holds the patterns among its common values.
+// Checks that each name belongs to one tensor or layer. kInvalidArgument, with both names, if the
+// key of a tensor or object is also the name of a layer, or if two stacked tensors have the same
+// pattern. `inventory` has sorted keys and holds the patterns among its common values.
 Status CheckLayerNamesUnique(const Inventory& inventory);
 
 // One layer of a stacked tensor. To read the layer, read `stacked` from byte `offset` on, or

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Manifests (docs/format.md, "Manifest"). The encoder and the decoder of each field are side by
 // side. Announced sizes are compared with the file before memory is allocated. The encoder refuses
-// everything that the decoder would refuse.
+// numbers and sizes over the limits that the decoder enforces.
 #include "index/records/manifest.h"
 
 #include "base/checked.h"
@@ -66,7 +66,7 @@ Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
   };
   if (bytes.size() < kManifestHeaderBytes) return bad("truncated");
   bytes = bytes.substr(0, kManifestHeaderBytes);
-  if (!bytes.starts_with(kManifestMagic)) return bad("not a manifest");
+  if (!bytes.starts_with(kManifestMagic)) return bad("the file is not a manifest");
   ByteReader in(bytes.substr(kManifestMagic.size()), name);
   Header h;
   h.version = in.U32();
@@ -84,11 +84,12 @@ Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
   // The checksum is compared before versions and feature bits, as in COMMIT, so that damage does
   // not look like a newer format.
   if (in.Hash() != Xxh3(bytes.substr(0, kManifestHeaderBytes - kManifestHashBytes))) {
-    return bad("checksum mismatch in its header");
+    return bad("checksum mismatch in the header");
   }
   if (h.version != kFormatVersion || header_bytes != kManifestHeaderBytes || reserved != 0 ||
       (h.incompatible & ~kKnownIncompatible) != 0) {
-    return Status(Code::kUnsupported, std::string(name) + ": written in a newer format");
+    return Status(Code::kUnsupported,
+                  std::string(name) + ": the manifest is written in a newer format");
   }
   // Announced sizes are checked before any allocation. They may be absurd, and their sums may
   // overflow, even if the checksum matches.
@@ -97,7 +98,7 @@ Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
   if (!records_end || !leaves_bytes || h.leaves_offset < *records_end ||
       h.leaves_offset - *records_end >= kLeafAlign ||
       CheckedAdd(h.leaves_offset, *leaves_bytes) != h.file_bytes) {
-    return bad("the sizes in its header are inconsistent");
+    return bad("the sizes in the header are inconsistent");
   }
   return h;
 }
@@ -153,7 +154,7 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
   const std::uint32_t extras = in.U32();
   for (std::uint32_t i = 0; i < extras; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(ExtraRange extra, DecodeExtra(in));
-    if (!LeavesExist(extra.first_leaf, leaves)) return bad("an extra range without leaf hashes");
+    if (!LeavesExist(extra.first_leaf, leaves)) return bad("an extra range has no leaf hashes");
     out.extras.push_back(extra);
   }
   const std::uint32_t common = in.U32();
@@ -258,12 +259,13 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
                std::to_string(header.file_bytes));
   }
   const std::string_view records = bytes.substr(kManifestHeaderBytes, header.records_bytes);
-  if (Xxh3(records) != header.records_hash) return bad("checksum mismatch in its records");
+  if (Xxh3(records) != header.records_hash) return bad("checksum mismatch in the records");
   const std::size_t records_end = kManifestHeaderBytes + records.size();
   const std::string_view padding = bytes.substr(records_end, header.leaves_offset - records_end);
-  if (padding.find_first_not_of('\0') != std::string_view::npos) return bad("padding is not zero");
+  if (padding.find_first_not_of('\0') != std::string_view::npos)
+    return bad("the padding is not zero");
   const std::string_view leaf_bytes = bytes.substr(header.leaves_offset);
-  if (Xxh3(leaf_bytes) != header.leaves_hash) return bad("checksum mismatch in its leaf hashes");
+  if (Xxh3(leaf_bytes) != header.leaves_hash) return bad("checksum mismatch in the leaf hashes");
   Manifest manifest;
   manifest.paged = (header.compatible & kHasPageHashes) != 0;
   manifest.leaves.resize(header.leaves);

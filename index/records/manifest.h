@@ -18,7 +18,7 @@ namespace tensormount {
 // of each part, the records, the leaf hashes. Numbers in records are positions in the manifest's
 // own tables; InventoryMerger renumbers them. In a writer's manifest, TensorRecord::digest is the
 // contribution of the writer's chunks, and info only identifies the checkpoint.
-// CoordinatorInventory() makes the coordinator's manifest.
+// CoordinatorInventory() makes the records of the coordinator's manifest.
 // The header has its own checksum, so that ReadManifestLeaves reads a single leaf hash of a
 // manifest of hundreds of MiB with two small reads. The records are hashed and decoded as a whole.
 //
@@ -28,10 +28,10 @@ namespace tensormount {
 Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves,
                                    bool paged = false);
 
-// A decoded manifest: all checksums match, each record obeys the rules of its kind, and the leaf
-// hashes of each record exist. File numbers and the coverage of tensors are checked later, by the
-// merge (InventoryMerger, CheckComplete). DecodeManifest accepts untrusted bytes. kDataLoss for a
-// wrong checksum or a broken rule, kUnsupported for a newer version.
+// A decoded manifest: all checksums match, and each record obeys the rules of its kind. Table rows
+// of chunks are not decoded; they, file numbers and the coverage of tensors are checked later, by
+// the merge (InventoryMerger, CheckComplete). DecodeManifest accepts untrusted bytes. kDataLoss for
+// a wrong checksum or a broken rule, kUnsupported for a newer version.
 // `leaves` has 16 bytes for each 64 KiB of data: 4 MiB for 16 GiB of one rank, and 18 times that
 // with page hashes.
 struct Manifest {
@@ -42,14 +42,15 @@ struct Manifest {
 Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name);
 
 // Decodes only the info record, for display. `begin` is the first kManifestInfoBytes of a manifest,
-// or all of a shorter one. Only the header's checksum is checked. kDataLoss, kUnsupported.
+// or all of a shorter one. Only the header's checksum is checked. Errors as for DecodeManifest.
 inline constexpr std::size_t kManifestInfoBytes = std::size_t{16} << 10;
 Result<CheckpointInfo> DecodeManifestInfo(std::string_view begin, std::string_view name);
 
 // Reads hashes [first, first + count) of the leaf section of a manifest file, and nothing else of
 // it but the header. The caller must prove the hashes with its chunk root. kDataLoss if the file
-// has no such hashes. Sets `*paged`, if not null, if the manifest has page hashes and more hashes
-// follow the ones read. Those may be page hashes; this function can read them too.
+// has no such hashes. Sets `*paged`, if `paged` is not null, to whether the manifest has page
+// hashes and more hashes follow the ones read. Those may be page hashes; this function can read
+// them too.
 Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                                 std::uint64_t count, bool* paged = nullptr);
 

@@ -22,8 +22,8 @@ const std::vector<CommonValue>* ItemsOf(const CommonValue& value) {
   return nullptr;
 }
 
-// Size of a tree's encoding. It is computed when a value is set, so that a tree that could not be
-// decoded is refused early.
+// Size of a tree's encoding. CheckCommon computes it when a common value is set, so that a tree
+// that could not be decoded is refused early.
 struct CommonSize {
   std::size_t bytes = 0;
   std::size_t nodes = 0;

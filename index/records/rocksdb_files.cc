@@ -11,8 +11,8 @@
 namespace tensormount {
 namespace {
 
-// Keeps the first failure for FromRocks. RocksDB's status would turn our code and errno into an
-// unspecific I/O error, which does not tell "disk full" from damage.
+// Keeps the first failure for FromRocks (sst_table.cc). RocksDB's status would turn our code and
+// errno into an unspecific I/O error, which does not tell "disk full" from damage.
 rocksdb::IOStatus Report(RocksFileLog& log, const Status& status) {
   if (status.ok()) return rocksdb::IOStatus::OK();
   std::lock_guard lock(log.mutex);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keeps the table rows of chunks between the reading of manifests and the writing of tensors. Works
-// like the runs of an external sort; a directory in memory finds the segments, so no merge is
-// needed.
+// like the runs of an external sort; a table in memory has the position of each segment, so no
+// merge is needed.
 #include "index/records/row_spool.h"
 
 #include <algorithm>

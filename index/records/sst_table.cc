@@ -81,8 +81,9 @@ rocksdb::Options MakeOptions(rocksdb::Env* env) {
   rocksdb::Options options;
   options.env = env;
   options.info_log = std::make_shared<NoLog>();
-  options.db_host_id = "";  // The default is the machine's name.
-  // Values are mostly hashes: LZ4 would take longer than the disk saves.
+  options.db_host_id = "";  // The default would store the machine's name.
+  // Values are mostly hashes, which do not compress. LZ4 would cost more time than smaller reads
+  // save.
   options.compression = rocksdb::kNoCompression;
   options.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
   return options;

@@ -21,7 +21,8 @@ bool IsSharedLeftover(std::string_view name) {
   const std::string_view top = name.substr(0, name.find('/'));
   if (top == kSharedFile) return true;
   return std::any_of(kLeftovers.begin(), kLeftovers.end(), [&](std::string_view known) {
-    // The suffix ".new" is that of files that ReplaceFile makes and exchanges.
+    // FileSystem::ReplaceFile writes the new content of a file under its name with the suffix
+    // ".new".
     return top == known || (top.starts_with(known) && top.substr(known.size()) == ".new");
   });
 }

@@ -12,8 +12,8 @@
 
 namespace tensormount::store_paths {
 
-// Files of a store. A checkpoint cannot have such a name: "store.json", "policy.json" and names
-// with a leading dot are refused.
+// Files and directories of a store. A checkpoint cannot have such a name: "store.json",
+// "policy.json" and names with a leading dot are refused.
 inline constexpr std::string_view kSuperblockFile = "store.json";
 inline constexpr std::string_view kPolicyFile = "policy.json";
 inline constexpr std::string_view kStagingFolder = ".staging";

@@ -44,7 +44,8 @@ namespace {
 constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
 // Number of bytes after which writeback is started, so that the final sync has less to wait for.
 constexpr std::uint64_t kWritebackBytes = std::uint64_t{8} << 20;
-// Name of the future checkpoint in a copy's directory. Files beside it are incomplete.
+// In a copy's work directory, the subdirectory that becomes the checkpoint. Files beside it are
+// incomplete.
 constexpr std::string_view kWholeFolder = "checkpoint";
 constexpr std::string_view kPartPrefix = "part-";
 
@@ -53,12 +54,12 @@ class Pace {
  public:
   Pace(const CopyOptions& options, std::uint64_t total) : options_(options), total_(total) {}
 
-  // Counts `bytes` that were read, and sleeps if they came faster than the rate limit.
+  // Reports progress after a read of `bytes`, and sleeps if reads are faster than the rate limit.
   Status Read(std::uint64_t bytes) {
     TENSORMOUNT_RETURN_IF_ERROR(ReportProgress());
     if (options_.limit_rate == 0) return Status();
     using Clock = std::chrono::steady_clock;
-    // At most 100 ms of idle time may be caught up by reading faster.
+    // After idle time, reads may exceed the rate limit to make up for at most 100 ms.
     next_ = std::max(next_, Clock::now() - std::chrono::milliseconds(100));
     next_ += std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
         static_cast<double>(bytes) / static_cast<double>(options_.limit_rate)));
@@ -75,7 +76,7 @@ class Pace {
     done_ += bytes;
     return ReportProgress();
   }
-  // Size of a read. Smaller than a block if the rate limit is low.
+  // Size of a read; smaller than kBlockBytes if the rate limit is low.
   std::size_t Block() const {
     if (options_.limit_rate == 0) return kBlockBytes;
     return static_cast<std::size_t>(
@@ -106,7 +107,7 @@ struct CopyRequest {
   bool from_whole_store = false;
 };
 
-// A source that is open and locked, with the records that its bytes are compared with.
+// A source that is open and locked, with the records that tell the hashes of its bytes.
 struct OpenedSource {
   PinnedCommit pinned;
   std::string commit;  // Content of the file COMMIT.
@@ -115,7 +116,7 @@ struct OpenedSource {
   // Stored ranges of each file, by file name; sorted by offset.
   std::map<std::string, std::vector<ScanRange>, std::less<>> ranges;
 
-  // Whether the source was deleted meanwhile. No error code of an open or read shows that.
+  // Whether the source was deleted meanwhile. Error codes of opens and reads do not show this.
   bool Deleted() const {
     const Result<FileInfo> now = pinned.file->Stat();
     return now.status().code() == Code::kStale || (now.ok() && now.value().links == 0);
@@ -134,9 +135,9 @@ Hash128 HashOfRange(const Inventory& inventory, const ScanRange& range) {
   return inventory.extras[range.owner].hash;
 }
 
-// Compares a file's bytes, which are added in order, with the hashes that COMMIT covers. In a data
-// file each stored range is compared with its chunk hash. (RebuildInventory has compared the file
-// root of these hashes with COMMIT.) Any other file is compared as a whole.
+// Compares the bytes of a file, which are added in order, with the recorded hashes. In a data file
+// each stored range is compared with its chunk hash. (RebuildInventory has compared these hashes
+// with the file root in COMMIT.) Any other file is compared as a whole with the hash in COMMIT.
 class FileProof {
  public:
   FileProof(const OpenedSource& source, const CommitRecord::Entry& entry)
@@ -290,17 +291,18 @@ Result<OpenedSource> Copier::Open(const CopyRequest& wanted) {
   TENSORMOUNT_ASSIGN_OR_RETURN(source.pinned, PinCommit(fs_, wanted.directory));
   TENSORMOUNT_ASSIGN_OR_RETURN(source.commit, ReadCommitBytes(*source.pinned.file, kCommitName));
   TENSORMOUNT_ASSIGN_OR_RETURN(DecodedCommit decoded, DecodeCommit(source.commit, kCommitName));
-  // If one copy of COMMIT is damaged, the checkpoint is not copied. A copy would have the same
-  // damage, and writing both copies of COMMIT anew would change the file.
+  // COMMIT contains two copies of the record. If one of them is damaged, the checkpoint is not
+  // copied: a copy would have the same damage, or would need another COMMIT.
   if (decoded.one_copy_damaged) return DataLoss(decoded.damage).With({.file = "COMMIT"});
   source.record = std::move(decoded.record);
   if (source.record.uuid != wanted.uuid) {
-    return Status(Code::kStale, wanted.directory + ": it was replaced by another checkpoint");
+    return Status(Code::kStale, wanted.directory + ": the checkpoint was replaced by another one");
   }
   Result<Inventory> inventory = RebuildInventory(fs_, *source.pinned.directory, source.record);
   if (!inventory.ok()) {
     if (source.Deleted()) {
-      return Status(Code::kStale, wanted.directory + ": it was deleted while it was copied");
+      return Status(Code::kStale,
+                    wanted.directory + ": the checkpoint was deleted while it was copied");
     }
     return inventory.status();
   }
@@ -323,7 +325,7 @@ Result<OpenedSource> Copier::Open(const CopyRequest& wanted) {
   return source;
 }
 
-// The destination's own entry of this name. Symbolic links are not followed, because a link to a
+// The entry with this name in the destination. Symbolic links are not followed, because a link to a
 // checkpoint elsewhere is not a copy.
 CheckpointListing Copier::DestinationEntry(const std::string& name) const {
   const std::string path = store_.CheckpointPath(name);
@@ -332,14 +334,15 @@ CheckpointListing Copier::DestinationEntry(const std::string& name) const {
   CheckpointListing listing;
   listing.name = name;
   listing.state = CheckpointListing::State::kNoCheckpoint;
-  listing.problem = Status(Code::kDataLoss, info.value().kind == FileKind::kSymlink
-                                                ? "a symbolic link, not a checkpoint of this store"
-                                                : "not a directory");
+  listing.problem =
+      Status(Code::kDataLoss, info.value().kind == FileKind::kSymlink
+                                  ? "the name is a symbolic link, not a checkpoint of this store"
+                                  : "not a directory");
   return listing;
 }
 
-// Checks the name in the destination. OK if it is free, or if it has this checkpoint already, which
-// sets `out.was_there`.
+// Checks whether the name can be used in the destination. OK if it is free. Also OK if this
+// checkpoint already has the name there, which sets `out.was_there`.
 Status Copier::CheckName(const CopyRequest& wanted, CopiedCheckpoint& out) {
   const std::string path = store_.CheckpointPath(wanted.name);
   const CheckpointListing now = DestinationEntry(wanted.name);
@@ -357,19 +360,20 @@ Status Copier::CheckName(const CopyRequest& wanted, CopiedCheckpoint& out) {
   if (named == names_.end()) return Status();
   const CheckpointListing other = DestinationEntry(named->second);
   if (!other.problem.ok() || other.uuid != wanted.uuid) return Status();
-  return Status(Code::kAlreadyExists, store_.CheckpointPath(named->second) +
-                                          ": already holds this checkpoint under another name");
+  return Status(Code::kAlreadyExists,
+                store_.CheckpointPath(named->second) +
+                    ": the store already has this checkpoint under this other name");
 }
 
-// The lock keeps gc and other copies of the same checkpoint away. On a filesystem without locks
-// nothing does, but files and the checkpoint are still published by renames that never replace
-// anything.
+// Takes the lock of the work directory, which keeps gc and other copies of the same checkpoint
+// away. Filesystems without locks do not have this protection, but there, too, files and
+// checkpoints are published by renames that never replace anything.
 Result<std::unique_ptr<File>> Copier::Lock(const std::string& outer) {
   return store_moves::LockWorkFolder(fs_, outer, "another copy of this checkpoint is running");
 }
 
-// Removes files of an earlier copy that are not part of this copy, and COMMIT, which is written
-// last.
+// Removes files of an earlier, interrupted copy that do not belong to this checkpoint. Also removes
+// COMMIT, which this copy writes last.
 Status Copier::Sweep(const std::string& inner, const std::string& below, const CommitRecord& record,
                      const std::set<std::string>& folders) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
@@ -385,8 +389,8 @@ Status Copier::Sweep(const std::string& inner, const std::string& below, const C
   return Status();
 }
 
-// Whether the file in `folder` has the bytes of the source's file. Returns an error only for a
-// failure that ends the copy.
+// Whether the file in `folder` has the bytes of the source's file. False also if the file cannot be
+// read. An error is returned only if the caller's watch ends the copy.
 Result<bool> Copier::IsWhole(const OpenedSource& source, const CommitRecord::Entry& entry,
                              const std::string& folder, bool sealed) {
   const Result<std::unique_ptr<File>> file = OpenListedFile(fs_, folder, entry.name);
@@ -425,18 +429,18 @@ Result<bool> Copier::TryLink(const OpenedSource& source, const CommitRecord::Ent
   const std::string from = JoinPath(store_.CheckpointPath(holder->second), entry.name);
   const std::string to = JoinPath(inner, entry.name);
   const Status linked = fs_.Link(from, to);
-  // The other checkpoint, or its file, does not exist any more.
+  // The other checkpoint, or its file, was removed meanwhile.
   if (linked.code() == Code::kNotFound || linked.code() == Code::kStale) return false;
   if (!linked.ok()) {
     if (!store_moves::IsLinkRefused(linked)) return linked;
     if (out.links_refused++ == 0) out.refusal = linked.message();
     return false;
   }
-  // Verify the file that the new link leads to.
+  // The link stays only if the file that it leads to is intact.
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool whole, IsWhole(source, entry, inner, sealed));
   if (whole) return true;
-  out.warnings.push_back(from +
-                         ": damaged or not sealed, so the file was copied instead of hard-linked");
+  out.warnings.push_back(
+      from + ": the file is damaged or not sealed, so it was copied instead of hard-linked");
   holders_.erase(holder);
   TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveFile(to));
   return false;
@@ -485,7 +489,7 @@ Status Copier::Place(const OpenedSource& source, const CommitRecord::Entry& entr
                                OpenListedFile(fs_, *source.pinned.directory, entry.name));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, from->Stat());
   if (info.size != entry.length) {
-    return DataLoss(entry.name, std::to_string(info.size) + " bytes, " +
+    return DataLoss(entry.name, "the file has " + std::to_string(info.size) + " bytes, " +
                                     std::to_string(entry.length) + " expected")
         .With({.file = entry.name});
   }
@@ -511,12 +515,12 @@ Status Copier::Place(const OpenedSource& source, const CommitRecord::Entry& entr
 
 Status Copier::MakeDurable(const std::string& checkpoint, const std::string& from) {
   Status synced = fs_.SyncMovedFolder(checkpoint, store_.path(), from);
-  // Without locks another copy may have removed the work directory. Syncing its parent then makes
-  // the move durable.
+  // On a filesystem without locks another copy may have removed the work directory. A sync of its
+  // parent then makes the move durable.
   if (synced.code() == Code::kNotFound && fs_.LinkStat(from).status().code() == Code::kNotFound) {
     synced = fs_.SyncMovedFolder(checkpoint, store_.path(), StagingFolder());
   }
-  // The claim of the generation is made durable too, because it outlives the checkpoint.
+  // The claim of the generation must be durable, too, because it outlives the checkpoint.
   if (synced.ok()) {
     synced = fs_.SyncDirectory(JoinPath(store_.path(), store_paths::kGenerationsFolder));
   }
@@ -531,8 +535,9 @@ Status Copier::Publish(const CopyRequest& wanted, const std::string& outer,
   const std::string to = store_.CheckpointPath(wanted.name);
   const Status moved = fs_.RenameNoReplace(inner, to);
   if (!moved.ok()) {
-    // The result is determined from where the checkpoint is. Over NFS a successful rename may be
-    // reported as failed, and without locks another process may have copied the checkpoint.
+    // The rename may have succeeded nevertheless: NFS may report a successful rename as failed, and
+    // on a filesystem without locks another process may have published the same copy. So the
+    // location of the checkpoint decides.
     const bool here = fs_.LinkStat(inner).status().code() != Code::kNotFound;
     const CheckpointListing now = DestinationEntry(wanted.name);
     if (!now.problem.ok() || now.uuid != wanted.uuid) {
@@ -596,7 +601,8 @@ Status Copier::Copy(const CopyRequest& wanted, CopiedCheckpoint& out) {
   }
   const std::string outer =
       JoinPath(StagingFolder(), std::string(store_paths::kCopyPrefix) + wanted.uuid.ToString());
-  // An earlier copy may have failed to make the checkpoint and its claim durable.
+  // For a checkpoint that the destination has already: claims its generation and syncs again,
+  // because an earlier copy may have failed to do so.
   const auto already = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(store_.ClaimUpTo(wanted.generation));
     TENSORMOUNT_RETURN_IF_ERROR(MakeDurable(store_.CheckpointPath(wanted.name), StagingFolder()));
@@ -604,7 +610,7 @@ Status Copier::Copy(const CopyRequest& wanted, CopiedCheckpoint& out) {
   };
   TENSORMOUNT_RETURN_IF_ERROR(CheckName(wanted, out));
   if (out.was_there) {
-    // The work directory is a leftover, unless another copy has its lock.
+    // The work directory is a leftover, unless another copy holds its lock.
     if (fs_.LinkStat(outer).ok() && Lock(outer).ok()) finished_.push_back(outer);
     return already();
   }
@@ -620,11 +626,13 @@ Status Copier::Copy(const CopyRequest& wanted, CopiedCheckpoint& out) {
   if (!copied.ok()) {
     if ((copied.code() == Code::kDataLoss || copied.code() == Code::kNotFound) &&
         source.Deleted()) {
-      return Status(Code::kStale, wanted.directory + ": it was deleted while it was copied");
+      return Status(Code::kStale,
+                    wanted.directory + ": the checkpoint was deleted while it was copied");
     }
     if (copied.code() == Code::kNotFound &&
         fs_.LinkStat(outer).status().code() == Code::kNotFound) {
-      return Status(Code::kStale, outer + ": it was removed during the copy: " + copied.message());
+      return Status(Code::kStale,
+                    outer + ": the directory was removed during the copy: " + copied.message());
     }
     return copied;
   }
@@ -634,12 +642,13 @@ Status Copier::Copy(const CopyRequest& wanted, CopiedCheckpoint& out) {
   return Status();
 }
 
-// All deletions are synced together. Without a journal a file that is written next could get the
-// inode of a deleted directory, and be lost in a repair of the filesystem.
+// Removes all work directories and then syncs the filesystem once. Without this sync, on a
+// filesystem without a journal, a new file could get the inode of a deleted directory and be lost
+// when the filesystem is repaired.
 void Copier::CleanUp() {
   if (finished_.empty()) return;
   for (const std::string& outer : finished_) {
-    // A new copy may have begun in this directory and then has its lock, so the directory stays.
+    // If a new copy has begun in this directory, it holds the lock, and the directory stays.
     if (!fs_.LinkStat(outer).ok()) continue;
     const Result<std::unique_ptr<File>> lock = Lock(outer);
     if (lock.ok()) (void)fs_.RemoveTree(outer);
@@ -647,8 +656,8 @@ void Copier::CleanUp() {
   (void)fs_.SyncFileSystem(StagingFolder());
 }
 
-// The checkpoints that the caller named, in the order of copying. Adds the keys of all their data
-// files to `keys`.
+// Finds the checkpoints that the caller named, and sorts them in the order of copying. Adds the
+// keys of all their data files to `keys`.
 Result<std::vector<CopyRequest>> FindSources(FileSystem& fs,
                                              const std::vector<std::string>& sources,
                                              const std::string& destination, Keys& keys) {
@@ -733,7 +742,7 @@ Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string
         (out.status.code() == Code::kNotFound || out.status.code() == Code::kStale) &&
         fs.LinkStat(one.directory).status().code() == Code::kNotFound;
     if (removed) {
-      // The checkpoint was removed from the source meanwhile. In a copy of a whole store that is
+      // The checkpoint was removed from the source meanwhile. In a copy of a whole store this is
       // not an error.
       if (one.from_whole_store) continue;
       out.status = Status(Code::kStale, "copy " + one.name + ": " + one.directory +

@@ -12,7 +12,7 @@
 
 namespace tensormount {
 
-// CopyCheckpoints of tensormount/copy.h, for stores that are all on the file system `fs`.
+// CopyCheckpoints of tensormount/store_copy.h, for stores that are all on the file system `fs`.
 Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string>& sources,
                                    const std::string& destination, const CopyOptions& options);
 

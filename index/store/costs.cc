@@ -2,8 +2,9 @@
 // Costs of checkpoints that share files.
 //
 // A link keeps the name that the first writer gave the file, so two checkpoints can share a file
-// only if both COMMITs list it with the same name, length and hash. That finds the candidates
-// without touching files. Only stat tells links from copies (which exist where a link was refused).
+// only if both COMMITs list it with the same name, length and hash. Files that are listed alike are
+// found without touching them. Only stat tells whether they are one file, because a refused link
+// makes a copy.
 #include "index/store/costs.h"
 
 #include <algorithm>
@@ -19,13 +20,13 @@
 namespace tensormount {
 namespace {
 
-// Number of parts into which files are split by hash, so that threads need no lock.
+// Files are split by hash into this many parts, one for each task, so that threads need no lock.
 constexpr std::size_t kBuckets = 64;
 constexpr std::uint32_t kNoMember = 0xffffffff;
 
 struct NoState {};
 
-// Whether other checkpoints may have the same damage. Only files in data/ are shared.
+// Whether other checkpoints may share the damaged file. Only files in data/ are shared.
 bool MayBeShared(const VerifyReport::Damage& damage) {
   return damage.file.starts_with("data/") && !damage.surplus && !damage.lost;
 }
@@ -33,7 +34,7 @@ bool MayBeShared(const VerifyReport::Damage& damage) {
 }  // namespace
 
 struct StoreCosts::Gathered {
-  // A file of a checkpoint. Files with equal keys may be the same file.
+  // A file of a checkpoint. Files with equal keys are listed alike, and may be the same file.
   struct Item {
     Hash128 key;
     std::uint64_t length = 0;
@@ -54,11 +55,11 @@ struct StoreCosts::Gathered {
   }
 };
 
-// Reads all COMMITs. Checkpoints that disappear meanwhile are removed at the end.
+// Reads all COMMITs. Of() later removes checkpoints that disappeared meanwhile.
 Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, store.Names());
   if (names.size() >= kNoMember) {
-    return Status(Code::kResourceExhausted, store.path() + ": too many checkpoints");
+    return Status(Code::kResourceExhausted, store.path() + ": the store has too many checkpoints");
   }
   checkpoints_.resize(names.size());
   gathered.checkpoints.resize(names.size());
@@ -85,7 +86,7 @@ Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered
     };
     of.items.reserve(commit.files.size() + 1);
     for (const CommitRecord::Entry& file : commit.files) add(file.name, file.length, file.hash);
-    // COMMIT is a file like the others: a checkpoint that was copied by `cp -al` shares it.
+    // COMMIT is counted like the listed files: a checkpoint that was copied by `cp -al` shares it.
     add(std::string(store_paths::kCommitFile), cost.listing.commit_bytes, commit.content_root);
 
     const std::string directory = store.CheckpointPath(names[i]);
@@ -108,8 +109,8 @@ Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered
   });
 }
 
-// Counts files in .trash/ and .staging/, because removed checkpoints, stagings and copies also have
-// links to files.
+// Counts the names of data files in .trash/ and .staging/: removed checkpoints, stagings and copies
+// have links to files, too.
 void StoreCosts::CountElsewhere(FileSystem& fs, const Store& store, Gathered& gathered) {
   for (const std::string_view folder : {store_paths::kTrashFolder, store_paths::kStagingFolder}) {
     const std::string path = JoinPath(store.path(), folder);
@@ -128,12 +129,12 @@ void StoreCosts::CountElsewhere(FileSystem& fs, const Store& store, Gathered& ga
   }
 }
 
-// A store of thousands of steps has millions of names, and a stat of each would take a minute. Of
-// the names that are listed alike, only the first and the last are therefore looked at. If both are
-// the same file, and its link count equals the number of these checkpoints (and of directories in
-// .trash/ and .staging/ with this name), then these are the file's links. That is wrong only if a
-// refused link made copies in the store and the file has equally many links outside of the store.
-// If the numbers differ, every name is looked at.
+// A store of thousands of steps has millions of names, and a stat of each would take a minute. So
+// of the names that are listed alike, first only the first and the last are examined. If they are
+// the same file, and its link count equals the number of these checkpoints (plus the directories in
+// .trash/ and .staging/ with this name), all of them are taken to be links of the file. This is
+// wrong only if a refused link made copies in the store, and the file has equally many links
+// outside of the store. If the numbers differ, every name is examined.
 Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gathered) {
   using Item = Gathered::Item;
   std::vector<std::vector<Item>> buckets(kBuckets);
@@ -167,8 +168,8 @@ Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gath
           end - i + (outside == gathered.elsewhere.end() ? 0 : outside->second);
       const Result<FileInfo> first = look(i);
       const Result<FileInfo> last = look(end - 1);
-      // A file that cannot be looked at may be shared. Ignoring it would give a wrong number, so
-      // the call fails.
+      // A file that cannot be examined may be shared. Ignoring it would give wrong numbers, so the
+      // call fails.
       const auto unknown = [](const Result<FileInfo>& info) {
         return !info.ok() && info.status().code() != Code::kNotFound;
       };
@@ -237,7 +238,7 @@ Result<StoreCosts> StoreCosts::Of(FileSystem& fs, const Store& store) {
     costs.shared_bytes_ += file.length;
     costs.stored_bytes_ -= (file.end - file.begin - 1) * file.length;
   }
-  // Checkpoints that disappeared have no items. They are removed, and positions of the others
+  // Checkpoints that disappeared have no items. They are removed, so the positions of the others
   // change.
   std::vector<std::uint32_t> moved(costs.checkpoints_.size(), kNoMember);
   std::uint32_t kept = 0;

@@ -25,8 +25,8 @@ namespace tensormount {
 struct CheckpointCost {
   CheckpointListing listing;
   std::uint64_t bytes = 0;
-  // Bytes that removing the checkpoint frees: the files whose inode no other checkpoint of the
-  // store has.
+  // Bytes that removing the checkpoint frees: the sum of the files that no other checkpoint of the
+  // store shares (by inode).
   std::uint64_t own_bytes = 0;
   std::uint64_t shared_bytes() const { return bytes - own_bytes; }
   std::uint64_t data_bytes = 0;  // The part of `bytes` in data/.
@@ -35,11 +35,11 @@ struct CheckpointCost {
   bool self_contained = true;  // Also true if unknown.
 };
 
-// The costs of all checkpoints of a store at one moment. Immutable; thread-safe. Reads each COMMIT,
-// and the begin of one manifest of each checkpoint for the date. Calls stat only for files that
-// several COMMITs list alike. If the link count of such a file equals the number of these
-// checkpoints, stats only two of its names. Uses as many threads as cores, and about 80 bytes for
-// each file of each checkpoint.
+// The costs of all checkpoints of a store at one moment. Immutable; thread-safe. Of() reads each
+// COMMIT, and the first bytes of one manifest of each checkpoint for the date. It calls stat only
+// for files that several COMMITs list alike, and only for two names of such a file if its link
+// count equals the number of these checkpoints. It uses as many threads as cores, and about 80
+// bytes for each file of each checkpoint.
 class StoreCosts {
  public:
   static Result<StoreCosts> Of(FileSystem& fs, const Store& store);
@@ -49,8 +49,8 @@ class StoreCosts {
   // The costs of checkpoint `name`; null if there is no such checkpoint.
   const CheckpointCost* Find(std::string_view name) const;
   std::vector<CheckpointListing> Listings() const;
-  // Bytes of all checkpoints together, with each file counted once. shared_bytes() is the part in
-  // files that several checkpoints have.
+  // Bytes of all checkpoints together, with each file counted once. shared_bytes() counts only the
+  // files that several checkpoints share.
   std::uint64_t stored_bytes() const { return stored_bytes_; }
   std::uint64_t shared_bytes() const { return shared_bytes_; }
 
@@ -63,7 +63,7 @@ class StoreCosts {
   std::vector<Sharer> SharersOf(std::string_view name) const;
 
  private:
-  // A file (inode) and the checkpoints that have it: members_[begin, end).
+  // A file (inode) that several checkpoints share. Their positions are members_[begin, end).
   struct SharedFile {
     std::uint64_t length = 0;
     std::size_t begin = 0;
@@ -77,14 +77,15 @@ class StoreCosts {
 
   std::vector<CheckpointCost> checkpoints_;
   std::vector<SharedFile> shared_;
-  // Positions in checkpoints_, for SharedFile.
+  // For SharedFile: positions in checkpoints_.
   std::vector<std::uint32_t> members_;
   std::uint64_t stored_bytes_ = 0;
   std::uint64_t shared_bytes_ = 0;
 };
 
-// Computes the bytes that deleting the added paths frees: the files that have no links outside of
-// these paths. Uses only stat. Paths that cannot be read count as 0. For one thread.
+// Computes the bytes that deleting the added paths would free: the sum of the files that have no
+// links outside of these paths. Uses only stat. Paths that cannot be read count as 0. For one
+// thread.
 class OwnBytes {
  public:
   explicit OwnBytes(FileSystem& fs) : fs_(fs) {}
@@ -109,8 +110,8 @@ class OwnBytes {
 };
 
 // Adds to each damage of `report`, which is about checkpoint `name` of the store, the names of
-// other checkpoints that have the damaged file (same inode), because these are damaged too. One
-// stat for each checkpoint and damaged file. Checkpoints that cannot be read are omitted.
+// other checkpoints that share the damaged file (same inode), because they are damaged too. Calls
+// stat once for each checkpoint and damaged file. Checkpoints that cannot be read are omitted.
 void NameSharers(FileSystem& fs, const std::string& store_path, const std::string& name,
                  VerifyReport& report);
 // NameSharers for the checkpoint at `directory`. Does nothing if `directory` is not in a store.

@@ -19,7 +19,7 @@
 namespace tensormount {
 namespace {
 
-// Selects the kept keys, and records which globs and rules matched a key.
+// Selects the keys to keep, and records which globs and rules matched a key.
 class KeyFilter {
  public:
   explicit KeyFilter(const DeriveOptions& options)
@@ -35,8 +35,7 @@ class KeyFilter {
     return stays;
   }
 
-  // kInvalidArgument for a glob or rule that matches nothing, because it is probably a typing
-  // error.
+  // kNotFound for a glob or rule that matches nothing, because it is probably a typing error.
   Status CheckUsed(const LayerNames& layers) {
     for (const auto& [key, pattern] : layers.patterns()) NoteRenames(pattern);
     TENSORMOUNT_RETURN_IF_ERROR(CheckUsed(options_.keep, keep_used_, "keep"));
@@ -164,8 +163,8 @@ Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string
   };
   const Result<Store::Published> published = publish();
   if (!published.ok()) {
-    // With kUnknown the checkpoint may be published. If the abort fails, gc removes the staging
-    // after a day.
+    // After kUnknown the checkpoint may be published, so nothing is aborted. If AbortOrDecide
+    // fails, gc removes the staging after a day.
     if (published.status().code() != Code::kUnknown) (void)store.AbortOrDecide(staging);
     return published.status();
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Links and records from a base. The unit of work is a manifest of the base. A manifest has all
-// records of its writer, with digest contributions and leaf hashes. A rank that has read it can
-// therefore decide for each range whether it is taken, dead, or in a file that is not used, without
-// the records of the whole checkpoint.
+// Links and records from a base (BaseLinker). The unit of work is one manifest of the base, because
+// a manifest has all records of its writer, with digest contributions and leaf hashes. A rank that
+// has read one can therefore decide for each of its ranges whether the range is taken, dead, or in
+// a file that is not used, without the records of the whole checkpoint.
 #include "index/store/linking.h"
 
 #include <algorithm>
@@ -35,7 +35,7 @@ Status Cancelled(const std::atomic<bool>* cancel) {
   return Status(Code::kCancelled, "the save is being cancelled");
 }
 
-// Key and grid index of an object part, which is the order of the base's objects.
+// Identifies an object part by its key and grid index. The order is that of the base's objects.
 using PartKey = std::pair<std::string, std::vector<std::int64_t>>;
 PartKey KeyOf(const ObjectRecord& object) {
   const auto span = object.index.span();
@@ -88,7 +88,8 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
       return DataLoss("a range refers to a file that is not in the file table");
     std::uint64_t& sum = taken_too ? live[file] : dead[file];
     const auto more = CheckedAdd(sum, length);
-    if (!more) return DataLoss(files[file].name, "its ranges add up to more than 2^64 bytes");
+    if (!more)
+      return DataLoss(files[file].name, "the ranges of the file add up to more than 2^64 bytes");
     sum = *more;
     if (taken_too) wanted[file] = true;
     return Status();
@@ -114,12 +115,13 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
       plan.files[f] = BaseFileUse::kForeign;
       continue;
     }
-    // A file without dead ranges is linked. Its other bytes are the header, which may be longer
-    // than the data. A pack is the exception, because bytes that belong to no record have no use in
-    // it.
+    // A file without dead ranges is linked whatever its size, because its other bytes are only a
+    // header, which may be longer than the data. In a pack, bytes that belong to no record are
+    // waste, so a pack is always judged by its live bytes.
     const bool whole = dead[f] == 0 && files[f].placement != Placement::kPack;
     const bool enough = whole || live[f] >= files[f].length - std::min(live[f], files[f].length);
-    // A file is not linked if the new checkpoint may use its name for a file of its own.
+    // A file whose name begins like the new checkpoint's own files is not linked, because the new
+    // checkpoint may use the name for a file of its own.
     plan.files[f] =
         enough && !files[f].name.starts_with(own) ? BaseFileUse::kLink : BaseFileUse::kCopy;
     if (dead[f] > 0) plan.stale_safetensors_header[f] = true;
@@ -214,7 +216,7 @@ Status BaseLinker::LinkFile(std::uint32_t number, std::uint32_t part, std::uint3
   if (file.name.rfind('/') != file.name.find('/')) {
     TENSORMOUNT_RETURN_IF_ERROR(fs_.CreateDirectories(to.substr(0, to.rfind('/'))));
   }
-  // An unsealed file is not linked: somebody could write to it and change both checkpoints.
+  // An unsealed file is not linked: a process could still write to it and change both checkpoints.
   const bool sealed = listed.sealed();
   const auto link = [&] {
     return sealed ? fs_.Link(from, to)
@@ -222,18 +224,18 @@ Status BaseLinker::LinkFile(std::uint32_t number, std::uint32_t part, std::uint3
   };
   Status linked = link();
   if (linked.code() == Code::kAlreadyExists || (!sealed && fs_.Exists(to))) {
-    // An earlier attempt to publish this staging has left a file.
+    // The file is left from an earlier attempt to publish this staging.
     TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveFile(to));
     linked = link();
   }
   if (linked.ok()) {
-    // By now the name may lead to a truncated or exchanged file.
+    // Meanwhile the name may lead to another or a truncated file, so the new link is checked.
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_.LinkStat(to));
     if (info.kind != FileKind::kFile || info.size != file.length || info.device != listed.device ||
         info.inode != listed.inode) {
-      return DataLoss(
-          JoinPath(base_.directory(), file.name),
-          "not the file of " + std::to_string(file.length) + " bytes that its checkpoint lists");
+      return DataLoss(JoinPath(base_.directory(), file.name),
+                      "the file is not the file of " + std::to_string(file.length) +
+                          " bytes that its checkpoint lists");
     }
     ++counts.files_linked;
     counts.bytes_linked += file.length;
@@ -256,7 +258,7 @@ void BaseLinker::Discard(std::uint32_t part, std::uint32_t parts) {
   (void)fs_.RemoveFile(JoinPath(staging_.directory, CopiedPackName(staging_, part)));
 }
 
-// Collects the hashed ranges of all files of a share. Called when the first of these files has to
+// Collects the hashed ranges of all files of a share. Called when the first file of the share must
 // be copied.
 Status BaseLinker::FindRanges(std::uint32_t part, std::uint32_t parts) {
   if (!ranges_.empty()) return Status();
@@ -317,7 +319,7 @@ Status BaseLinker::CopyFile(std::uint32_t number, File& from, const std::string&
 
 // ---- Records ----
 
-// Builds the records of a new manifest.
+// Builds the records of one new manifest, for BaseLinker::Records.
 class BaseLinker::Gatherer {
  public:
   Gatherer(BaseLinker& linker, std::uint32_t part, LinkCounts& counts)
@@ -346,11 +348,12 @@ class BaseLinker::Gatherer {
     own_numbers_.clear();
     for (const FileRecord& file : manifest.inventory.files) {
       const auto known = file_numbers_.find(file.name);
-      if (known == file_numbers_.end()) return Bad("lists a file that is not in the index");
+      if (known == file_numbers_.end())
+        return Bad("the manifest lists a file that is not in the index");
       own_numbers_.push_back(known->second);
     }
-    // The coordinator's manifest lists tensors of other writers. Its own records are objects and
-    // extra ranges.
+    // The coordinator's manifest lists tensors that other writers have recorded, so its tensors are
+    // skipped. It has its own records only for objects and extra ranges.
     if (name != kCoordinatorManifest) {
       for (const TensorRecord& tensor : manifest.inventory.tensors) {
         TENSORMOUNT_RETURN_IF_ERROR(AddTensor(tensor).WithContext("tensor " + tensor.meta.key()));
@@ -379,8 +382,9 @@ class BaseLinker::Gatherer {
   }
 
  private:
-  // A live range of a file that is not linked. Its record gets the new position at the end. Ranges
-  // with wide elements are written first, so that all are aligned without gaps.
+  // A live range of a file that is not linked, to be copied into the pack. CopyLive writes ranges
+  // with wide elements first, so that all are aligned without gaps, and then sets the new
+  // positions.
   struct LiveRange {
     std::uint32_t bits = 8;
     std::uint32_t file = 0;  // Number in the base.
@@ -402,7 +406,7 @@ class BaseLinker::Gatherer {
     return own_numbers_[own];
   }
 
-  // Number, in the new manifest, of a file of the base.
+  // Returns the number of a file of the base in the new manifest; adds the file if it is new there.
   std::uint32_t NewFile(std::uint32_t file) {
     const auto next = static_cast<std::uint32_t>(out_.inventory.files.size());
     const auto [at, fresh] = new_numbers_.try_emplace(file, next);
@@ -452,7 +456,8 @@ class BaseLinker::Gatherer {
 
   Status AddTensor(const TensorRecord& tensor) {
     const auto known = ordinals_.find(tensor.meta.key());
-    if (known == ordinals_.end()) return Bad("lists a tensor that is not in the index");
+    if (known == ordinals_.end())
+      return Bad("the manifest lists a tensor that is not in the index");
     const std::uint32_t ordinal = known->second;
     const bool taken = linker_.taken_.tensors[ordinal];
     TensorRecord* record = nullptr;
@@ -508,7 +513,8 @@ class BaseLinker::Gatherer {
 
   Status AddObject(const ObjectRecord& object) {
     const auto known = positions_.find(KeyOf(object));
-    if (known == positions_.end()) return Bad("lists an object that is not in the index");
+    if (known == positions_.end())
+      return Bad("the manifest lists an object that is not in the index");
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BaseFile(object.file));
     const BaseFileUse use = Use(file);
     if (!linker_.taken_.objects[known->second]) {
@@ -546,7 +552,7 @@ class BaseLinker::Gatherer {
     const std::string name = CopiedPackName(linker_.staging_, part_);
     const auto number = static_cast<std::uint32_t>(out_.inventory.files.size());
     const std::string path = JoinPath(linker_.staging_.directory, name);
-    // An earlier attempt has left a file, as in LinkFile.
+    // The file is left from an earlier attempt to publish this staging.
     if (linker_.fs_.Exists(path)) {
       TENSORMOUNT_RETURN_IF_ERROR(linker_.fs_.RemoveFile(path));
     }
@@ -596,17 +602,19 @@ class BaseLinker::Gatherer {
   const std::uint32_t part_;
   LinkCounts& counts_;
   LinkedRecords out_;
-  // Numbers of files, ordinals of tensors and positions of objects in the base.
+  // Numbers of files by name, ordinals of tensors by key, and positions of objects, all in the
+  // base.
   std::unordered_map<std::string, std::uint32_t> file_numbers_;
   std::unordered_map<std::string, std::uint32_t> ordinals_;
   std::map<PartKey, std::size_t> positions_;
-  // The manifest of the base that is being added.
+  // The manifest of the base that is being added. own_numbers_ maps its file numbers to the base's.
   const std::string* manifest_name_ = nullptr;
   const Manifest* manifest_ = nullptr;
   std::vector<std::uint32_t> own_numbers_;
-  // Parts of the new manifest.
+  // For each file of the base that the new manifest lists: its number in the new manifest.
   std::map<std::uint32_t, std::uint32_t> new_numbers_;
-  // Tensors of the new manifest by ordinal in the base, which is the order of the base's keys.
+  // The tensors of the new manifest by ordinal in the base. Ordinals are in the order of the base's
+  // keys.
   std::map<std::uint32_t, TensorRecord> tensors_;
   std::vector<LiveRange> copied_;
 };

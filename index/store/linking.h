@@ -20,7 +20,7 @@
 // Makes a new checkpoint that shares data files with an earlier checkpoint of its store, its base
 // (docs/format.md, "Steps that share data files"). Used by saves that find tensors unchanged, by
 // saves that inherit tensors, and by `derive`. The caller decides which tensors and objects are
-// taken:
+// taken, and then calls:
 //
 //   ReusedFromBase taken = ...;                  // Which tensors and objects.
 //   PlanLinks(base, staging, taken)             // Once: which files are linked or copied.
@@ -79,8 +79,8 @@ struct LinkCounts {
   void Add(const LinkCounts& o);
 };
 
-// Records for one new manifest, with their leaf hashes. File numbers are positions in that
-// manifest.
+// Records for one new manifest, with their leaf hashes. File numbers are positions in
+// `inventory.files`.
 struct LinkedRecords {
   Inventory inventory;
   std::vector<Hash128> leaves;
@@ -88,8 +88,8 @@ struct LinkedRecords {
   bool empty() const { return inventory.files.empty() && inventory.tensors.empty(); }
 };
 
-// Executes a plan in `parts` independent shares (ranks, or one process). The arguments of the
-// constructor must outlive the object. For one thread.
+// Executes a plan in `parts` independent shares, one for each rank (or a single share). The
+// arguments of the constructor must outlive the object. For one thread.
 class BaseLinker {
  public:
   // If `cancel` is not null and becomes true, calls return kCancelled.
@@ -102,16 +102,17 @@ class BaseLinker {
   // seals and syncs it. Does not sync the directory. Errors name the file.
   Status LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
 
-  // Makes the records of share number `part`: for everything that is taken, and for the dead ranges
-  // of linked files. Copies the live ranges of other files into a new pack, verified, sealed and
-  // synced. kDataLoss: the base is damaged.
+  // Makes the records of share number `part`: records of all data that are taken, and of the dead
+  // ranges of linked files. Copies the live ranges of files that are not linked into a new pack;
+  // the pack is verified, sealed and synced. kDataLoss: the base is damaged.
   Result<LinkedRecords> Records(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
 
   // Calls LinkFiles and Records for a single share, and writes the share's manifest
   // (LinkedManifestName) durably.
   Status LinkAll(std::uint64_t consecutive_linked, LinkCounts& counts);
 
-  // Removes the links and files that a share made, when the new checkpoint takes nothing after all.
+  // Removes the links and files that a share made. Used if the new checkpoint takes nothing after
+  // all.
   void Discard(std::uint32_t part, std::uint32_t parts);
 
  private:
@@ -137,7 +138,7 @@ class BaseLinker {
   const ReusedFromBase& taken_;
   const LinkPlan& plan_;
   const std::atomic<bool>* const cancel_;
-  // Hashed ranges of each file, for one share. Empty: not collected yet.
+  // Hashed ranges of each file of one share, for CopyFile. Empty: not collected yet.
   std::vector<std::vector<CheckedRange>> ranges_;
 };
 

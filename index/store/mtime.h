@@ -12,10 +12,10 @@
 
 namespace tensormount {
 
-// Decides the mtimes (whole seconds) in a checkpoint that is being published (tensors, objects,
-// common.json, checkpoint.json). Aim: `rsync -a` of the checkpoint over a copy of any of `priors`
-// (its parent, and the checkpoint that it replaces) transfers exactly the differences. For each
-// file:
+// Decides the mtimes (in whole seconds) of a checkpoint that is being published: of tensors,
+// objects, common.json and checkpoint.json. `priors` are its parent and the checkpoint that it
+// replaces. The mtimes let `rsync -a` of the new checkpoint over a copy of any prior transfer
+// exactly the files that differ. For each file:
 //   the same in every prior that has it      the latest of their mtimes
 //   differs from one                         max(now, latest + 1)
 //   in no prior                              max(now, the latest checkpoint.json's + 1), which no

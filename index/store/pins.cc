@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The part of pins.h about single checkpoints: pins, ephemeral marks, bases of running saves, the
-// lock, and their removal by gc. A pin that cannot be parsed protects its checkpoint, because
-// ignoring it could delete a checkpoint.
+// removal lock, and the removal of marks by gc. A pin that cannot be parsed protects its
+// checkpoint, because ignoring the pin could delete a checkpoint that must stay.
 #include "index/store/pins.h"
 
 #include <algorithm>
@@ -25,7 +25,8 @@ constexpr std::string_view kPinFormat = "tensormount-pin";
 constexpr std::string_view kPruneLock = ".lock";
 constexpr std::size_t kUuidDigits = 32;
 constexpr std::size_t kMaxReason = 4096;
-// Largest file BASE. It suffices, because a checkpoint shares files with only a few others.
+// Largest size of a file BASE, which has a line for each checkpoint that the save shares files
+// with.
 constexpr std::uint64_t kMaxBaseBytes = std::uint64_t{1} << 20;
 // Longest wait for a removal to finish or to be undone.
 constexpr double kRemovalSeconds = 30;
@@ -39,7 +40,8 @@ std::optional<Uuid> UuidOfName(std::string_view name) {
   return name.size() < kUuidDigits ? std::nullopt : Uuid::Parse(name.substr(0, kUuidDigits));
 }
 
-// "user 1000 on HOST", for messages. A user name would need a look-up in system databases.
+// "user 1000 on HOST", for messages. The user's name is not used, because finding it would need a
+// look-up in system databases.
 std::string ProcessText() {
   char host[256] = {};
   if (gethostname(host, sizeof host - 1) != 0) host[0] = '\0';
@@ -59,7 +61,7 @@ std::string EncodePin(const PinnedCheckpoint& pin) {
   return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
-// Decodes the file of a pin. If the file cannot be read or parsed, the result has the problem and
+// Decodes the file of a pin. If the file cannot be read or parsed, the result has a problem and
 // never expires.
 PinnedCheckpoint DecodePin(const Uuid& uuid, const RetainedText& read, std::int64_t now) {
   const Result<std::string>& text = read.text;
@@ -82,10 +84,10 @@ PinnedCheckpoint DecodePin(const Uuid& uuid, const RetainedText& read, std::int6
   pin.name = word("name");
   pin.reason = word("reason");
   pin.by = word("by");
-  if (word("format") != kPinFormat) return bad("\"format\" is not that of a pin");
+  if (word("format") != kPinFormat) return bad("\"format\" is not the format of a pin");
   const auto version = json.find("version");
   if (version == json.end() || !version->is_number_unsigned() || *version != 1) {
-    return bad("written by a newer version of tensormount");
+    return bad("the pin was written by a newer version of tensormount");
   }
   if (word("uuid") != pin.uuid) return bad("\"uuid\" differs from the file name");
   const auto created = json.find("created");
@@ -121,13 +123,14 @@ Result<Uuid> UuidAt(FileSystem& fs, const std::string& directory) {
     return Status(Code::kInvalidArgument, directory + ": not a checkpoint: not a directory");
   }
   Result<DecodedCommit> commit = store_moves::ReadCommit(fs, directory);
-  // The first read may have failed because another checkpoint was just replacing this one.
+  // The read may have failed because another checkpoint was just replacing this one, so it is
+  // repeated once.
   if (!commit.ok()) commit = store_moves::ReadCommit(fs, directory);
   if (!commit.ok()) return commit.status();
   return commit.value().record.uuid;
 }
 
-// Names of all files that are pins of one checkpoint.
+// Names of all files in the pins directory `folder` that are pins of this checkpoint.
 Result<std::vector<std::string>> PinsOf(FileSystem& fs, const std::string& folder,
                                         const std::string& uuid) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
@@ -175,7 +178,7 @@ Result<bool> FindUuids(FileSystem& fs, const Store& store, std::set<Uuid>& known
                                  store_moves::ListIfExists(fs, path));
     for (const DirectoryEntry& e : entries) {
       if (e.kind != FileKind::kDirectory) continue;
-      // A copy in progress has no COMMIT yet, but its directory name contains the uuid.
+      // A copy in progress has no COMMIT yet, but the name of its work directory contains the uuid.
       if (e.name.starts_with(store_paths::kCopyPrefix)) {
         const auto copied =
             Uuid::Parse(std::string_view(e.name).substr(store_paths::kCopyPrefix.size()));
@@ -184,7 +187,8 @@ Result<bool> FindUuids(FileSystem& fs, const Store& store, std::set<Uuid>& known
       }
       const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs, JoinPath(path, e.name));
       if (uuid.ok()) known.insert(uuid.value());
-      // The staging is being created or removed, or it cannot be read.
+      // kNotFound is ignored: the entry has no uuid (yet), or was removed. Any other error means
+      // that a uuid is unknown.
       if (!uuid.ok() && uuid.status().code() != Code::kNotFound) return false;
     }
   }
@@ -220,7 +224,8 @@ Result<PinMap> ReadAll(FileSystem& fs, const std::string& store, std::int64_t no
   for (const DirectoryEntry& e : entries) {
     const std::optional<Uuid> uuid = UuidOfName(e.name);
     if (!uuid) continue;
-    // The pin is included even if its file disappeared since, because it existed at the listing.
+    // The pin was there when the directory was listed, so it is included even if its file has been
+    // removed since.
     PinnedCheckpoint pin = ReadPin(fs, folder, e.name, *uuid, now);
     const auto [it, inserted] = pins.try_emplace(*uuid, pin);
     if (!inserted && HoldsLonger(pin, it->second)) it->second = std::move(pin);
@@ -268,12 +273,12 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
   TENSORMOUNT_RETURN_IF_ERROR(
       retention::WithTrashHint(fs, store.path(), WritePin(fs, store.path(), pin)));
   // A removal looks for pins after its rename, and moves a pinned checkpoint back before it
-  // releases the lock. Therefore the checkpoint is at its name now, or will be back, or was removed
-  // before the pin existed.
+  // releases the lock. So the checkpoint is at its name now, or will be moved back there, or was
+  // removed before this pin existed.
   Result<Uuid> still = UuidAt(fs, directory);
   if (still.status().code() == Code::kNotFound) {
     const Result<std::unique_ptr<File>> lock = Lock(fs, store.path(), kRemovalSeconds);
-    // Without locks the only way is to wait.
+    // Without locks this call can only wait longer, about two seconds.
     const int most = lock.ok() && lock.value() != nullptr ? 50 : 500;
     still = UuidAt(fs, directory);
     for (int again = 0; again < most && still.status().code() == Code::kNotFound; ++again) {
@@ -284,12 +289,13 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
   const bool gone =
       still.ok() ? still.value() != uuid.value() : still.status().code() == Code::kNotFound;
   if (gone) {
-    // The pin is removed, because it would keep the checkpoint in .trash. A pin that another caller
-    // wrote meanwhile stays.
+    // The checkpoint is gone, so the pin is removed: it would only keep the checkpoint in .trash. A
+    // pin that another caller has written meanwhile stays.
     const std::string path = JoinPath(PinsFolder(store.path()), pin.uuid);
     const Result<std::string> there = fs.ReadFile(path, kMaxRetainedFileBytes);
     if (there.ok() && there.value() == EncodePin(pin)) (void)fs.RemoveFile(path);
-    return Status(Code::kNotFound, directory + ": it was removed while it was being pinned");
+    return Status(Code::kNotFound,
+                  directory + ": the checkpoint was removed while it was being pinned");
   }
   if (!still.ok()) return still.status();
   return pin;
@@ -305,7 +311,7 @@ Status Unpin(FileSystem& fs, const Store& store, const std::string& name) {
   }
   if (!uuid.ok()) return uuid.status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool any, RemovePins(fs, store.path(), uuid.value()));
-  if (!any) return Status(Code::kNotFound, directory + ": it is not pinned");
+  if (!any) return Status(Code::kNotFound, directory + ": the checkpoint is not pinned");
   return {};
 }
 
@@ -377,7 +383,8 @@ Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string&
                                store_moves::ListIfExists(fs, folder));
   std::map<Uuid, std::string> bases;
   for (const DirectoryEntry& e : entries) {
-    // A staging that is still being created links nothing yet.
+    // Hidden entries are skipped: stagings that are still being created, copies and repairs do not
+    // use files of a base.
     if (e.kind != FileKind::kDirectory || e.name.starts_with('.')) continue;
     const std::string staging = JoinPath(folder, e.name);
     const std::string below = std::string(store_paths::kStagingFolder) + "/" + e.name;
@@ -426,13 +433,13 @@ Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, dou
     return fs.OpenShared(path);
   };
   Result<std::unique_ptr<File>> opened = open();
-  // Without space for the lock file there is no lock, because removing checkpoints on a full disk
-  // must work.
+  // If the disk has no space for the lock file, no lock is taken: removing checkpoints must work on
+  // a full disk.
   if (opened.status().code() == Code::kResourceExhausted) return std::unique_ptr<File>();
   TENSORMOUNT_RETURN_IF_ERROR(opened.status());
   std::unique_ptr<File> file = std::move(opened).value();
   constexpr std::chrono::milliseconds kPause(10);
-  // NaN means not to wait.
+  // The comparison is false for NaN, so a NaN means no wait.
   const std::int64_t pauses =
       wait_seconds > 0 ? static_cast<std::int64_t>(std::min(wait_seconds, 1e9) * 100) : 0;
   for (std::int64_t waited = 0;; ++waited) {
@@ -449,8 +456,9 @@ Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, dou
 
 void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
            Store::GcReport& report) {
-  // Marks are listed first. The checkpoint of each mark existed before, so it is in one of the
-  // lists that follow. While the lock is taken, nobody moves entries back from .trash.
+  // Pins and marks are listed before checkpoints are searched. Each one's checkpoint, or its
+  // staging, existed before it, so the search finds the checkpoint if it still exists. While the
+  // lock is held, nobody moves entries back from .trash.
   std::vector<std::pair<std::string, Uuid>> marks;
   std::vector<std::string> leftovers;
   const auto fail = [&](std::string_view below, const Status& why) {
@@ -468,8 +476,9 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
       if (!uuid && !hidden) continue;
       const Result<FileInfo> info = fs.LinkStat(JoinPath(store.path(), below));
       if (!info.ok()) continue;
-      // Skips hidden files that a writer may still be writing. Also skips marks that came before
-      // their checkpoints, as in a file-by-file copy of the store. Marks with future times stay.
+      // Skips files that are too young: hidden files that a writer may still be writing, and pins
+      // or marks that exist before their checkpoints (during a file-by-file copy of a store). Files
+      // with a time in the future stay.
       const std::int64_t written = info.value().mtime_seconds;
       const std::int64_t came = std::max(written, info.value().ctime_seconds);
       const auto limit = uuid ? options.staging_age : std::max(options.grace, kHiddenFileAge);
@@ -485,7 +494,7 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
     if (lock.status().code() == Code::kBusy) return;
     if (!lock.ok()) return fail(store_paths::kPinsFolder, lock.status());
     held = std::move(lock).value();
-    // Without locks marks stay. They are small.
+    // Without locks pins and marks stay; they are small.
     if (held == nullptr) return;
   }
 
@@ -494,8 +503,8 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
     return std::ranges::all_of(marks,
                                [&](const auto& mark) { return known.contains(mark.second); });
   };
-  // If a uuid was not found, the search is repeated. A checkpoint that is being replaced moves to
-  // .staging and then to .trash, and may have moved past the first search.
+  // If a uuid was not found, the search is repeated: a checkpoint that is being replaced moves to
+  // .staging and then to .trash, and the first search may have missed it.
   for (int pass = 0; pass < 2 && (pass == 0 || !all_known()); ++pass) {
     const Result<bool> sure = FindUuids(fs, store, known);
     if (!sure.ok()) return fail(".", sure.status());

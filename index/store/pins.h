@@ -25,10 +25,10 @@ namespace tensormount::pins {
 
 // ---- Pins ----
 
-// Pins by uuid. If a checkpoint has several pins, the one that expires last. A pin that cannot be
-// read is included, with its problem. Empty for a store without pins. `now` is in seconds since
-// 1970.
+// The pins of a store by uuid. If a checkpoint has several pins, the map has the one that expires
+// last. A pin that cannot be read is included, with its problem.
 using PinMap = std::map<Uuid, PinnedCheckpoint>;
+// Reads all pins; empty for a store without pins. `now` is in seconds since 1970.
 Result<PinMap> ReadAll(FileSystem& fs, const std::string& store, std::int64_t now);
 // The pin of one checkpoint. nullopt if the checkpoint is not pinned, or its pins have expired.
 Result<std::optional<PinnedCheckpoint>> Find(FileSystem& fs, const std::string& store,
@@ -39,11 +39,12 @@ std::string Describe(const PinnedCheckpoint& pin);
 // Pins a checkpoint durably. kNotFound: there is no such checkpoint, or it was removed meanwhile.
 Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::string& name,
                              const PinOptions& options);
+// Removes the pins of a checkpoint durably. kNotFound: no such checkpoint, or it is not pinned.
 Status Unpin(FileSystem& fs, const Store& store, const std::string& name);
 // Removes all pins of one checkpoint durably. False: there were no pins.
 Result<bool> RemovePins(FileSystem& fs, const std::string& store, const Uuid& uuid);
-// The error of a removal of the checkpoint at `directory`. `held` is the reason why the checkpoint
-// must stay.
+// The error of a removal that was refused: the checkpoint at `directory` must stay for the reason
+// `held`.
 Status Refusal(const std::string& directory, const std::string& held);
 // kPermissionDenied if a pin protects the checkpoint at STORE/`name`.
 Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string& name);
@@ -54,7 +55,7 @@ Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string
 // another name is not ephemeral.
 Status MarkEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid,
                      const std::string& name);
-// Removes the mark. Not durable; gc also removes marks of deleted checkpoints.
+// Removes the mark. The removal is not synced; gc also removes marks of deleted checkpoints.
 Status ForgetEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid);
 // Marked checkpoints with their names. The name is empty if an older version made the mark without
 // a name.
@@ -62,8 +63,8 @@ Result<std::map<Uuid, std::string>> ReadEphemeral(FileSystem& fs, const std::str
 
 // ---- Running saves ----
 
-// Checkpoints whose files or mtimes a staging uses, each with the path of the staging. Fails if a
-// file BASE cannot be read, because the base is then unknown.
+// The checkpoints whose files or mtimes a staging uses, each with the path of the staging. Fails if
+// a file BASE cannot be read, because a checkpoint that must stay is then unknown.
 Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string& store);
 
 // ---- Policy ----
@@ -77,13 +78,13 @@ Status RemovePolicy(FileSystem& fs, const std::string& store);
 
 // ---- The removal lock ----
 
-// Takes the lock that removals and policy changes take in turn. The lock is released when the file
-// is closed. Returns null if the filesystem has no locks, or no space for the lock file. kBusy if
-// the lock is not free within `wait_seconds`.
+// Takes the lock that lets only one removal or policy change run at a time. The lock is released
+// when the file is closed. Returns null if the filesystem has no locks, or no space for the lock
+// file. kBusy if the lock is not free within `wait_seconds`.
 Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, double wait_seconds);
 
-// Removes pins and ephemeral marks of deleted checkpoints, and adds them to the report of gc. Not
-// durable: a file that reappears after a crash is removed by the next gc.
+// Removes pins and ephemeral marks of deleted checkpoints, and adds them to the report of gc. The
+// removals are not synced: a file that reappears after a crash is removed by the next gc.
 void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
            Store::GcReport& report);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// policy.json, part of pins.h. A policy that cannot be parsed stops all removals by rule.
+// policy.json, part of pins.h. If the policy cannot be parsed, no checkpoint is removed by rule.
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::string_view kPolicyFormat = "tensormount-retention";
 constexpr std::uint64_t kPolicyVersion = 1;
-// Longest wait for a running prune by the old rules.
+// Longest wait for a prune that is running by the old rules.
 constexpr double kPolicyLockSeconds = 10;
 
 Result<RetentionRules> DecodePolicy(std::string_view text, const std::string& path) {
@@ -30,16 +30,17 @@ Result<RetentionRules> DecodePolicy(std::string_view text, const std::string& pa
     return bad("\"format\" is not \"" + std::string(kPolicyFormat) + "\"");
   }
   // The feature bits are checked before the rules, because they may change the meaning of the
-  // rules. If this version can only read the policy safely, it must not remove anything.
+  // rules. With unknown read-compatible bits the policy can be read, but a prune must not follow
+  // it.
   for (const char* name : {"incompatible", "read_compatible"}) {
     const auto bits = json.find(name);
     if (bits == json.end() || !bits->is_number_unsigned()) {
       return bad("\"" + std::string(name) + "\" is not a number");
     }
     if (bits->get<std::uint64_t>() != 0) {
-      return Status(
-          Code::kUnsupported,
-          path + ": written by a newer version of tensormount: unknown " + name + " bits");
+      return Status(Code::kUnsupported,
+                    path + ": the policy was written by a newer version of tensormount: unknown " +
+                        name + " bits");
     }
   }
   const auto version = json.find("version");
@@ -47,9 +48,9 @@ Result<RetentionRules> DecodePolicy(std::string_view text, const std::string& pa
     return bad("\"version\" is not a number");
   }
   if (version->get<std::uint64_t>() > kPolicyVersion) {
-    return Status(Code::kUnsupported, path +
-                                          ": written by a newer version of tensormount: version " +
-                                          std::to_string(version->get<std::uint64_t>()));
+    return Status(Code::kUnsupported,
+                  path + ": the policy was written by a newer version of tensormount: version " +
+                      std::to_string(version->get<std::uint64_t>()));
   }
   const auto rules = json.find("rules");
   if (rules == json.end() || !rules->is_string()) return bad("\"rules\" is not a string");
@@ -79,7 +80,7 @@ Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRule
   }
   const std::string text = rules.ToText();
   TENSORMOUNT_RETURN_IF_ERROR(RetentionRules::Parse(text).status());
-  // JSON would change bytes that are not UTF-8, and so the rule.
+  // JSON would change bytes that are not UTF-8, and thereby the rules.
   if (!IsUtf8(text)) {
     return Status(Code::kInvalidArgument, "the policy of a store: a metric name is not UTF-8");
   }
@@ -97,7 +98,7 @@ Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRule
     return Status(Code::kInvalidArgument,
                   "the policy of a store: the rules exceed " + HumanBytes(kMaxRetainedFileBytes));
   }
-  // The lock is taken, so that a prune by the old rules has finished or has not begun.
+  // With the lock held, no prune is running by the old rules.
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto lock, Lock(fs, store, kPolicyLockSeconds));
   return retention::WithTrashHint(fs, store,
                                   ReplaceRetained(fs, store, store_paths::kPolicyFile, file,

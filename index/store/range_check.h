@@ -17,11 +17,12 @@ struct CheckedRange {
   std::uint64_t offset = 0;
   // Greater than 0.
   std::uint64_t length = 0;
-  Hash128 hash;  // The chunk root.
+  // Hash of the range (ChunkHashes::root).
+  Hash128 hash;
 };
 
-// Compares a file's bytes, which are added in order, with the hashes of ranges of the file. For one
-// thread.
+// Compares the bytes of a file, which are added from its beginning on, with the hashes of ranges of
+// the file. For one thread.
 class RangeCheck {
  public:
   // `ranges` must be disjoint and sorted by offset, and must outlive this object.

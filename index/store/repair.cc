@@ -2,10 +2,10 @@
 // Repair of a checkpoint with bytes of another checkpoint (docs/format.md, "Repair").
 //
 // COMMIT gives the expected manifests and index. Manifests give the hash of each 64 KiB of a data
-// file. Only bytes that these hashes prove are used. A new file is built in .staging/.repair/,
-// synced, and exchanged with the damaged file. If other checkpoints have the damaged file too, it
-// is replaced there first and in the repaired checkpoint last, so that after an interruption the
-// next repair finds the others again by inode.
+// file. Only bytes with matching hashes are used. A new file is built in .staging/.repair/, synced,
+// and exchanged with the damaged file. If other checkpoints share the damaged file, it is replaced
+// in them first, and in the repaired checkpoint last: after an interruption, the next repair then
+// finds the others again by the inode of the damaged file.
 #include "index/store/repair.h"
 
 #include <algorithm>
@@ -37,8 +37,8 @@ namespace {
 // Block size for reading manifests and the index, which are compared as a whole.
 constexpr std::size_t kRepairBlock = std::size_t{1} << 20;
 
-// Path of the parent directory, for a sync. The "/." is needed if the path goes through a
-// descriptor, because the parent is then a link.
+// Path of the parent directory, for a sync. The path may begin with a link that stands for an open
+// descriptor; "/." makes the sync follow this link.
 std::string FolderOf(const std::string& path) {
   return JoinPath(path.substr(0, path.rfind('/')), ".");
 }
@@ -92,11 +92,11 @@ class Repairer {
     FileInfo folder;
     CommitRecord record;
   };
-  // The present file at one of the checkpoint's names.
+  // The existing file at the name of a listed file.
   struct OldFile {
     std::unique_ptr<File> file;  // Null: the file is missing or unreadable.
-    // Set only while `file` is open or a link to the file is in the work directory, so that a
-    // concurrent save cannot get the same inode number.
+    // Identity of the existing file. Set only while `file` is open or a link to the file is in the
+    // work directory, because otherwise a concurrent save could get the same inode number.
     std::optional<FileInfo> info;
     std::string damage;  // Why `file` is null.
   };
@@ -105,7 +105,7 @@ class Repairer {
     std::string checkpoint;
     std::string folder;
     FileInfo folder_info;
-    // Whether the file does not exist under this name.
+    // True if no file has this name, so that the repaired file can be added.
     bool lacks = false;
   };
 
@@ -148,9 +148,9 @@ class Repairer {
     return Status();
   }
 
-  // Removes the work directory. After a failure gc removes it. Deletions are synced too: without a
-  // journal a file that is written next could get the blocks of a deleted file, and lose them in a
-  // repair of the filesystem.
+  // Removes the work directory; if this fails, gc removes it. The deletions are synced: otherwise,
+  // on a filesystem without a journal, a new file could get the blocks of a deleted file, and lose
+  // them when the filesystem is repaired.
   void EndWork() {
     if (lock_ == nullptr) return;
     (void)fs_.RemoveTree(work_);
@@ -195,15 +195,15 @@ class Repairer {
       TENSORMOUNT_RETURN_IF_ERROR(TakeCommit(damage));
     } else {
       commit_ = EncodeCommit(record_);
-      // The bytes of the copies are compared, because the record of a newer version may have fields
-      // that this version would not write.
+      // The intact copy must equal the copy that this version would write: a newer version may have
+      // written fields that this version does not know.
       file.bytes_damaged = commit_.size();
       const std::size_t copy = commit_.size() / 2;
       const std::string_view whole = std::string_view(commit_).substr(0, copy);
       const std::string_view there = bytes;
       if (!there.starts_with(whole) && (there.size() < copy || !there.ends_with(whole))) {
         ReportRemaining(name, name, 0,
-                        "its intact copy has fields that this version does not know");
+                        "the intact copy of COMMIT has fields that this version does not know");
         commit_.clear();
       }
     }
@@ -214,9 +214,9 @@ class Repairer {
     return Status();
   }
 
-  // If both copies of COMMIT are lost, takes the COMMIT of the other checkpoint, if that is a copy
-  // of this one. A byte-equal manifest proves that, because manifests contain the uuid of their
-  // save.
+  // If both copies of COMMIT are lost, takes the COMMIT of the other checkpoint, provided that the
+  // other checkpoint is a copy of this one. This is proven by a manifest of this checkpoint that
+  // the other COMMIT lists with the same hash, because manifests contain the uuid of their save.
   Status TakeCommit(const Status& damage) {
     const Status refused = DataLoss(
         JoinPath(report_.path, kCommitName),
@@ -239,7 +239,7 @@ class Repairer {
     if (!own.starts_with(std::string_view(commit_).substr(0, commit_.size() / 2)) &&
         !own.ends_with(std::string_view(commit_).substr(0, commit_.size() / 2))) {
       return DataLoss(JoinPath(other_->directory(), kCommitName),
-                      "has fields that this version does not know");
+                      "COMMIT has fields that this version does not know");
     }
     return Status();
   }
@@ -294,7 +294,8 @@ class Repairer {
     return ReadListedManifest(fs_, other_->pinned_directory(), entry);
   }
 
-  // If a manifest is missing, the index gives the expected data.
+  // Compares the index with COMMIT and repairs it. If a manifest is lost, the index gives the
+  // records (inventory_).
   Status CheckIndex() {
     const CommitRecord::Entry* entry = record_.Find(kIndexName);
     if (entry == nullptr) return Status();
@@ -324,8 +325,9 @@ class Repairer {
     if (inventory.ok()) {
       inventory_ = std::move(inventory).value();
     } else {
-      ReportRemaining("data", "all data files", 0,
-                      "their expected contents are unknown without all manifests or the index");
+      ReportRemaining(
+          "data", "all data files", 0,
+          "the expected contents of data files are unknown without all manifests or the index");
     }
     return Status();
   }
@@ -342,14 +344,16 @@ class Repairer {
     old.damage = ReasonWithoutFile(name, opened.status());
     const Result<FileInfo> info = fs_.LinkStat(OwnPath(name));
     if (options_.dry_run || !info.ok() || info.value().kind != FileKind::kFile) return old;
-    // If this link is refused too, the file's other names are not searched.
+    // If the link is refused, `info` stays unset, and the file's names in other checkpoints are not
+    // found.
     const std::string link = WorkPath();
     if (!fs_.Link(OwnPath(name), link).ok()) return old;
     TENSORMOUNT_ASSIGN_OR_RETURN(old.info, fs_.LinkStat(link));
     return old;
   }
 
-  // Compares a file with the hash of the whole file in COMMIT. kDataLoss has the reason.
+  // Compares a file with the hash of the whole file in COMMIT, and copies it to `out` if that is
+  // not null. kDataLoss: the file differs; the message says how.
   Status CompareWhole(const CommitRecord::Entry& entry, File& file, File* out = nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
     if (info.size != entry.length) return DataLoss(LengthText(info.size, entry.length));
@@ -366,10 +370,10 @@ class Repairer {
   }
 
   static std::string LengthText(std::uint64_t is, std::uint64_t wanted) {
-    return std::to_string(is) + " bytes, " + std::to_string(wanted) + " expected";
+    return "the file has " + std::to_string(is) + " bytes, " + std::to_string(wanted) + " expected";
   }
 
-  // Copies a manifest or the index from the other checkpoint, whose COMMIT lists the same file.
+  // Copies a manifest or the index from the other checkpoint, whose COMMIT must list the same file.
   Status CopyWhole(const CommitRecord::Entry& entry, RepairedFile& file) {
     const std::string part = WorkPath();
     std::unique_ptr<File> out;
@@ -393,8 +397,9 @@ class Repairer {
     return GiveNames(part, entry, old.info, file);
   }
 
-  // COMMIT is repaired last, after all files that it lists. Readers lock this file and gc checks
-  // the lock, so it is not exchanged while somebody reads.
+  // Replaces a damaged COMMIT. This is done last, after all files that COMMIT lists are repaired.
+  // Readers have a shared lock on COMMIT, which gc checks, so COMMIT is not exchanged while it is
+  // locked.
   Status FinishCommit() {
     if (commit_.empty() || options_.dry_run) return Status();
     const std::string name(kCommitName);
@@ -448,7 +453,8 @@ class Repairer {
     return Status();
   }
 
-  // Finds the other readable checkpoints of the store. Unreadable checkpoints stay unchanged.
+  // Finds the other readable checkpoints of the store. A repair does not add files to unreadable
+  // checkpoints.
   Status FindNeighbours() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, store_.Names());
     for (const std::string& name : names) {
@@ -527,9 +533,10 @@ class Repairer {
     return GiveNames(part, entry, old.info, file);
   }
 
-  // Finds a whole copy of the file in another checkpoint of the store, with another inode. Such
-  // copies are left from an interrupted repair, or from a save whose link was refused. Returns its
-  // path, or a link to it in the work directory; empty if there is none.
+  // Finds an undamaged copy of the file (with another inode) in another checkpoint of the store. An
+  // interrupted repair leaves such a copy, or a save whose link was refused. Returns the path of a
+  // link to the copy in the work directory (in a dry run, of the copy itself); empty if there is no
+  // such copy.
   Result<std::string> FindWhole(const CommitRecord::Entry& entry,
                                 const std::vector<ScanRange>& ranges, const OldFile& old) {
     std::set<std::pair<std::uint64_t, std::uint64_t>> seen;
@@ -551,7 +558,7 @@ class Repairer {
         if (!whole) break;
       }
       if (!whole) continue;
-      // The comparison used a descriptor. The name may lead to another file by now.
+      // The bytes were read through a descriptor. Meanwhile another file may have got this name.
       const std::string path = JoinPath(folder, entry.name);
       const Result<FileInfo> named = fs_.LinkStat(path);
       if (!named.ok() || !SameInode(named.value(), info.value())) continue;
@@ -593,19 +600,18 @@ class Repairer {
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool there, HasFolders(*directory_, file));
     if (there) return Status();
-    return DataLoss(
-        JoinPath(report_.path, file),
-        "a link or a file has the name of one of its parent directories; remove that, and repair "
-        "the checkpoint again");
+    return DataLoss(JoinPath(report_.path, file),
+                    "a link or a file has the name of a parent directory of this file; remove the "
+                    "link or file, and repair the checkpoint again");
   }
 
-  // Finds the other names to replace: names with the inode of the damaged file, also in stagings
-  // and .trash, and missing files of other checkpoints that list the same file.
+  // Finds the other names that the repaired file must get: names with the inode of the damaged
+  // file, also in stagings and .trash, and missing files of other checkpoints that list the same
+  // file.
   Result<std::vector<SharedName>> OtherNames(const CommitRecord::Entry& entry,
                                              const std::optional<FileInfo>& old) {
     std::vector<SharedName> names;
-    // A name that cannot be looked at may be the damaged file, so the error ends the repair of the
-    // file.
+    // A name that cannot be examined may lead to the damaged file, so this error ends the repair.
     const auto look = [&](const std::string& checkpoint, const std::string& folder,
                           const Neighbour* lists) -> Status {
       const Result<FileInfo> there = fs_.LinkStat(folder);
@@ -617,7 +623,8 @@ class Repairer {
       const Result<FileInfo> info = fs_.LinkStat(JoinPath(folder, entry.name));
       if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
       const bool same = info.ok() && old && SameInode(info.value(), *old);
-      // The directory must still be that checkpoint, because another may have the name by now.
+      // The directory must be the same as when `lists` was read, because another checkpoint may
+      // have the name now.
       const bool lacks = !info.ok() && lists != nullptr && SameInode(there.value(), lists->folder);
       if (same || lacks) {
         names.push_back({.checkpoint = checkpoint,
@@ -637,7 +644,8 @@ class Repairer {
       }
       return Status();
     };
-    // The order in which directories usually move: staging, store, trash.
+    // The search follows the order in which directories usually move (staging, store, trash), so it
+    // also finds a directory that moves meanwhile.
     TENSORMOUNT_RETURN_IF_ERROR(look_below(store_paths::kStagingFolder));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> published, store_.Names());
     for (const std::string& name : published) {
@@ -652,8 +660,8 @@ class Repairer {
     return names;
   }
 
-  // Puts `fresh`, a file of the work directory, at all names of the damaged file. This checkpoint's
-  // own name is last.
+  // Puts `fresh`, a file of the work directory, at all names of the damaged file, and last at its
+  // name in this checkpoint.
   Status GiveNames(const std::string& fresh, const CommitRecord::Entry& entry,
                    const std::optional<FileInfo>& old, RepairedFile& file) {
     TENSORMOUNT_RETURN_IF_ERROR(MakeFolders(entry.name));
@@ -661,9 +669,10 @@ class Repairer {
     std::set<std::string> refused;
     TENSORMOUNT_RETURN_IF_ERROR(GiveToOthers(fresh, entry, old, refused, file));
     TENSORMOUNT_RETURN_IF_ERROR(GiveOwnName(fresh, OwnPath(entry.name)));
-    // A save may have linked the damaged file until now. That file is now at `fresh` and keeps its
-    // inode until the end. Links that remain are in a directory that moved during the search, or
-    // outside of the store.
+    // Until the exchange above a save may have linked the damaged file again, so the other names
+    // are searched again. The damaged file is now at `fresh`, which keeps its inode in use. If it
+    // has only this one link, no other name is left. (Links may remain in a directory that moved
+    // during the search, or outside of the store.)
     for (int attempt = 0; attempt < 2; ++attempt) {
       TENSORMOUNT_RETURN_IF_ERROR(GiveToOthers(OwnPath(entry.name), entry, old, refused, file));
       const Result<FileInfo> replaced = fs_.LinkStat(fresh);
@@ -672,8 +681,9 @@ class Repairer {
     return fs_.RemoveTree(fresh);
   }
 
-  // Replaces the damaged file at its other names. `refused` has the directories that keep the
-  // damaged file and were reported.
+  // Replaces the damaged file at its other names. `refused` receives the directories in which the
+  // file could not be replaced, because a hard link was refused. Of these, checkpoints are reported
+  // once.
   Status GiveToOthers(const std::string& from, const CommitRecord::Entry& entry,
                       const std::optional<FileInfo>& old, std::set<std::string>& refused,
                       RepairedFile& file) {
@@ -688,18 +698,19 @@ class Repairer {
         if (store_moves::IsLinkRefused(linked)) {
           refused.insert(name.folder);
           if (!name.checkpoint.empty()) {
-            ReportRemaining(entry.name, store_.CheckpointPath(name.checkpoint), 0,
-                            "still has the damaged file, because a hard link was refused (" +
-                                linked.message() + "): repair that checkpoint separately");
+            ReportRemaining(
+                entry.name, store_.CheckpointPath(name.checkpoint), 0,
+                "the checkpoint still has the damaged file, because a hard link was refused (" +
+                    linked.message() + "): repair that checkpoint separately");
           }
           continue;
         }
-        // This checkpoint was deleted meanwhile.
+        // The repaired file was removed meanwhile, with this checkpoint or with the work directory.
         if (linked.code() == Code::kNotFound) continue;
         TENSORMOUNT_RETURN_IF_ERROR(linked);
         const Result<bool> given = GiveOtherName(link, entry.name, name, old);
         TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveTree(link));
-        // The other directory was deleted or moved. If it was moved, the next search finds it.
+        // The other directory was deleted or moved. If it moved, the next search finds it.
         any = any || given.status().code() == Code::kNotFound;
         if (given.status().code() == Code::kNotFound) continue;
         TENSORMOUNT_RETURN_IF_ERROR(given.status());
@@ -712,23 +723,23 @@ class Repairer {
     return Status();
   }
 
-  // Puts the repaired file `fresh` at `path` in this checkpoint, durably. If there was a damaged
-  // file, it is at `fresh` afterwards.
+  // Puts the repaired file `fresh` at `path` in this checkpoint, durably. A damaged file at `path`
+  // is moved to `fresh`.
   Status GiveOwnName(const std::string& fresh, const std::string& path) {
     const bool taken = fs_.LinkStat(path).status().code() != Code::kNotFound;
     TENSORMOUNT_RETURN_IF_ERROR(taken ? Swap(fresh, path) : fs_.RenameNoReplace(fresh, path));
     return SyncNames(path);
   }
 
-  // Puts a link to the repaired file at another name. Returns false if the name leads to another
-  // file by now, which stays. kNotFound: the file does not exist any more, or its directory was
+  // Puts `fresh`, a link to the repaired file, at another name. Returns false, and changes nothing,
+  // if the name leads to another file now. kNotFound: the file was removed, or its directory was
   // renamed.
   Result<bool> GiveOtherName(const std::string& fresh, const std::string& file,
                              const SharedName& name, const std::optional<FileInfo>& old) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, fs_.PinDirectory(name.folder));
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo there, fs_.Stat(JoinPath(*folder, ".")));
     if (!SameInode(there, name.folder_info)) {
-      return Status(Code::kNotFound, name.folder + ": was replaced by another directory");
+      return Status(Code::kNotFound, name.folder + ": the directory was replaced by another one");
     }
     const std::string path = JoinPath(*folder, file);
     if (name.lacks) {
@@ -752,11 +763,11 @@ class Repairer {
   Status Swap(const std::string& fresh, const std::string& path) {
     const Status swapped = fs_.Exchange(fresh, path);
     if (swapped.code() != Code::kUnsupported) return swapped;
-    // Without an exchange the file is missing for a moment. After a crash in that moment, the next
-    // repair replaces it.
+    // Without an exchange, the file is missing for a moment. If a crash leaves it missing, the next
+    // repair adds it.
     const std::string aside = WorkPath();
     const Status moved = fs_.RenameNoReplace(path, aside);
-    // Without RENAME_NOREPLACE a directory at this name cannot be moved, so it is deleted.
+    // Without RENAME_NOREPLACE an empty directory at this name cannot be moved, so it is deleted.
     TENSORMOUNT_RETURN_IF_ERROR(moved.code() == Code::kUnsupported ? fs_.RemoveTree(path) : moved);
     const Status given = fs_.RenameNoReplace(fresh, path);
     if (!given.ok()) (void)fs_.RenameNoReplace(aside, path);
@@ -783,7 +794,7 @@ class Repairer {
   std::unique_ptr<File> lock_;  // Lock of the work directory; null in a dry run.
   bool changed_ = false;
   CommitRecord record_;
-  // New content of COMMIT. Empty if COMMIT is intact or cannot be repaired.
+  // The new content of COMMIT; empty if COMMIT is intact or cannot be repaired.
   std::string commit_;
   // Leaf hashes of each manifest, by the manifest's name.
   std::map<std::string, std::vector<Hash128>> leaves_;

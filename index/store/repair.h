@@ -13,7 +13,8 @@
 
 namespace tensormount {
 
-// RepairCheckpoint of tensormount/repair.h on the file system `fs`. `from` is the opened source.
+// RepairCheckpoint of tensormount/store_repair.h on the file system `fs`. `from` is the checkpoint
+// that gives the bytes.
 Result<RepairReport> RepairOn(FileSystem& fs, const std::string& path,
                               std::shared_ptr<OpenedCheckpoint> from, const RepairOptions& options);
 

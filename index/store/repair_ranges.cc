@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares leaves of stored ranges with their recorded hashes, whatever the source of the leaves.
-// All bytes written to a new file were proven, or were in the old file.
+// Compares leaves of stored ranges with their recorded hashes, whatever their source is. Only bytes
+// with matching hashes, and bytes of the old file, are written to a new file.
 #include "index/store/repair_ranges.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace tensormount {
 
-// The hashes in the record of a range.
+// The hashes in the record of a range. `known` is false if the record has no hash.
 struct RecordedHash {
   Hash128 root;
   std::uint32_t manifest = kNoManifest;
@@ -51,8 +51,8 @@ std::size_t WindowBytes(const ScanRange& range, std::uint64_t first, std::uint64
   return static_cast<std::size_t>(std::min(count * kLeafBytes, range.length - first * kLeafBytes));
 }
 
-// Returns the failure if it ends the repair, else OK. Without memory or descriptors the content of
-// the source is unknown, so such a failure ends the repair.
+// Returns the error if it ends the repair, else OK. Without memory or descriptors the source cannot
+// be read, although it may have the bytes.
 Status EndsRepair(const Status& read) {
   const bool ends = read.code() == Code::kResourceExhausted || read.code() == Code::kCancelled;
   return ends ? read : Status();
@@ -93,8 +93,8 @@ std::span<const Hash128> RangeRepair::LeavesOf(const ScanRange& range,
   return ChunkRoot(leaves, range.length) == recorded.root ? leaves : std::span<const Hash128>();
 }
 
-// Reads leaves [first, first + count) into buffer_, and sets in is_present_ which of them could be
-// read.
+// Reads leaves [first, first + count) of the old file into buffer_. is_present_ tells which leaves
+// could be read.
 Status RangeRepair::ReadOld(File* old, const ScanRange& range, std::uint64_t first,
                             std::uint64_t count) {
   is_present_.assign(static_cast<std::size_t>(count), false);
@@ -109,7 +109,7 @@ Status RangeRepair::ReadOld(File* old, const ScanRange& range, std::uint64_t fir
     return Status();
   }
   if (!ProvesDamage(read.status())) return read.status();
-  // Leaves are read one by one, so that a bad sector costs only its own leaf.
+  // The leaves are read again one by one, so that a bad sector costs only its own leaf.
   for (std::size_t i = 0; i < is_present_.size(); ++i) {
     const std::size_t n = WindowBytes(range, first + i, 1);
     const Result<std::size_t> one =
@@ -198,7 +198,7 @@ Result<std::optional<RepairLeft>> RangeRepair::RepairRange(const ScanRange& rang
 
 // Reads the bad leaves [first, first + count) from the source. Leaves with matching hashes are
 // copied to their positions in buffer_, which begins at leaf `window`. `reason` receives the reason
-// why a leaf does not match or could not be read.
+// why a leaf could not be read or does not match.
 Status RangeRepair::Fetch(const ScanRange& range, std::span<const Hash128> leaves,
                           std::uint64_t first, std::uint64_t count, std::uint64_t window,
                           std::string& reason, std::uint64_t& repaired) {
@@ -213,7 +213,8 @@ Status RangeRepair::Fetch(const ScanRange& range, std::span<const Hash128> leave
       const auto leaf = static_cast<std::size_t>(first + i);
       const std::size_t size = WindowBytes(range, leaf, 1);
       std::byte* const bytes = fetched_.data() + i * kLeafBytes;
-      // After a failure leaves are read one by one, so that a bad sector costs only its own leaf.
+      // If the leaves cannot be read together, each is read alone, so that a bad sector costs only
+      // its own leaf.
       const Status read =
           all.ok() || count == 1 ? all : source_.Read(way, range, leaf * kLeafBytes, bytes, size);
       TENSORMOUNT_RETURN_IF_ERROR(EndsRepair(read));
@@ -235,8 +236,8 @@ Status RangeRepair::Fetch(const ScanRange& range, std::span<const Hash128> leave
   return Status();
 }
 
-// Repairs a range of which only the root is known. Bytes of the source are used only after the
-// whole range was proven.
+// Repairs a range of which only the root is known. Bytes of the source are used only if the whole
+// range matches the root.
 Result<std::optional<RepairLeft>> RangeRepair::RepairByRoot(const ScanRange& range,
                                                             const Hash128& root, File* old,
                                                             File* out, std::uint64_t& repaired) {

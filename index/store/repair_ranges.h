@@ -32,8 +32,8 @@ class RangeRepair {
   using Leaves = std::map<std::string, std::vector<Hash128>>;
   // Receives the number of compared bytes. A failure ends the repair.
   using Progress = std::function<Status(std::uint64_t bytes)>;
-  // The arguments must outlive this object. A manifest that is not in `leaves` is lost; only the
-  // roots of its ranges are known. `from` is the source's name for messages.
+  // The arguments must outlive this object. If `leaves` does not have a manifest, the manifest is
+  // lost, and only the roots of its ranges are known. `from` is the source's name for messages.
   RangeRepair(const Inventory& inventory, const Leaves& leaves, RepairSource& source,
               std::string from, Progress progress);
 
@@ -41,13 +41,14 @@ class RangeRepair {
   // and does not match, or if `file` is null. Fails if the bytes cannot be compared.
   Result<std::uint64_t> BadBytes(File* file, const ScanRange& range, bool report_progress);
 
-  // Writes a range to `out` (null: only counts). Leaves are taken from the old file if they match
-  // their hashes, else from the source if they match there; if neither matches, the old bytes are
-  // written. Adds the repaired bytes to `repaired`. Returns the damage that remains; nullopt if
-  // none does.
+  // Writes a range to `out` (null: only counts). A leaf is taken from the old file if it matches
+  // its hash there, else from the source if it matches there; if neither matches, the old bytes are
+  // written. Adds the number of repaired bytes to `repaired`. Returns the damage that remains;
+  // nullopt if no damage remains.
   Result<std::optional<RepairLeft>> RepairRange(const ScanRange& range, File* old, File* out,
                                                 std::uint64_t& repaired);
-  // Copies bytes [from, to), which belong to no stored range, as far as they can be read.
+  // Copies bytes [from, to) of the old file, as far as they can be read. They belong to no stored
+  // range, or to a range that stays as it is.
   Status CopyUncovered(File* old, File* out, std::uint64_t from, std::uint64_t to);
 
  private:
@@ -68,7 +69,7 @@ class RangeRepair {
   RepairSource& source_;
   const std::string from_;
   const Progress progress_;
-  // Leaves of the old file. Bad leaves are replaced in place.
+  // The leaves that were read from the old file. Fetch replaces bad leaves in this buffer.
   std::vector<std::byte> buffer_;
   // Whether buffer_ has the bytes of each leaf.
   std::vector<bool> is_present_;

@@ -142,8 +142,7 @@ Status RepairSource::ReadObject(const ObjectRecord& object, std::uint64_t at, st
   return other_->ReadObject(*found, at, out, size, ReadVerify::kOff);
 }
 
-// Reads bytes of a header. The header is always built completely; its length is the length of its
-// range.
+// Reads bytes of a header. The header was built for the whole range, and kept in headers_.
 Status RepairSource::ReadHeader(const ScanRange& range, std::uint64_t at, std::byte* out,
                                 std::size_t size) {
   const auto [made, fresh] = headers_.try_emplace(range.owner);
@@ -182,8 +181,8 @@ std::string RepairSource::MakeHeader(const ScanRange& range) const {
 }
 
 // The header of a rank shard, as DataWriter of collective/save writes it. The n of KEY#n counts a
-// tensor's chunks in plan order. That is mostly the order of ranks; with `by_row`, the order of
-// cells is used.
+// tensor's chunks in the order of the save's plan. This is mostly the order of ranks; with
+// `by_row`, the order of extents in the index is used.
 std::string RepairSource::ShardHeader(std::uint32_t file, const Uuid& writer, bool by_row) const {
   std::vector<ShardEntry> entries;
   for (std::uint32_t t = 0; t < inventory_.tensors.size(); ++t) {

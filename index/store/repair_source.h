@@ -26,7 +26,7 @@ namespace tensormount {
 class RepairSource {
  public:
   // `inventory` and `commit` belong to the damaged checkpoint and must outlive this object.
-  // `writers` are uuids of checkpoints that may have written its files.
+  // `writers` are uuids of checkpoints that may have written the files of the damaged checkpoint.
   static Result<std::unique_ptr<RepairSource>> Make(std::shared_ptr<OpenedCheckpoint> other,
                                                     const Inventory& inventory,
                                                     const CommitRecord& commit,
@@ -39,8 +39,8 @@ class RepairSource {
     // From the tensor's cells or the object, or by rebuilding a header.
     kContent,
   };
-  // Reads bytes [at, at + size) of a stored range. A failure says why the bytes cannot be had in
-  // this way.
+  // Reads bytes [at, at + size) of a stored range. An error says why the source cannot give the
+  // bytes in this way.
   Status Read(Way way, const ScanRange& range, std::uint64_t at, std::byte* out, std::size_t size);
 
  private:
@@ -52,7 +52,7 @@ class RepairSource {
   Status ReadObject(const ObjectRecord& object, std::uint64_t at, std::byte* out,
                     std::size_t size) const;
   Status ReadHeader(const ScanRange& range, std::uint64_t at, std::byte* out, std::size_t size);
-  // Rebuilds the safetensors header that the save wrote. Empty: that is not possible.
+  // Rebuilds the safetensors header that the save wrote; empty if that is not possible.
   std::string MakeHeader(const ScanRange& range) const;
   std::string ShardHeader(std::uint32_t file, const Uuid& writer, bool by_row) const;
   std::string ModelHeader(std::uint32_t file) const;
@@ -62,7 +62,7 @@ class RepairSource {
   const CommitRecord& commit_;
   const std::set<Uuid> writers_;
   std::vector<ObjectRecord> objects_;  // Object parts of the other checkpoint.
-  // Number, in `inventory_`, of the file that was read last.
+  // The file that `open_` reads: its number in `inventory_`.
   std::optional<std::uint32_t> open_number_;
   std::unique_ptr<File> open_;
   // Rebuilt headers, by the number of the extra range.

@@ -11,8 +11,8 @@
 
 #include "base/file_system.h"
 
-// Replaces small files beside checkpoints, so that a reader finds either the old or the new content
-// complete.
+// Replaces small files beside checkpoints. A reader finds either the old or the new content
+// complete (ExchangeFallback is the exception).
 
 namespace tensormount {
 
@@ -25,18 +25,19 @@ inline constexpr std::uint64_t kMaxRetainedFileBytes = 64 * 1024;
 
 struct RetainedText {
   Result<std::string> text;
-  // The disk did not give the file. The status alone does not tell: an error of the disk (EIO) has
-  // the code of damage, too.
+  // The file could not be read and may be intact. `text` alone does not tell this, because its
+  // error for a failing disk (EIO) has the same code as for damage.
   bool unread = false;
 };
 RetainedText ReadRetained(FileSystem& fs, const std::string& path);
 
-// What to do if the filesystem cannot exchange two files (NFS). kBrieflyMissing: for a moment no
-// file exists. kSecondName: the new file is FOLDER/NAME.<8 hex digits>, which readers accept too.
+// How to replace a file if the filesystem cannot exchange two files (NFS). kBrieflyMissing: for a
+// moment no file exists. kSecondName: the new file is FOLDER/NAME.<8 hex digits>, which readers
+// accept too.
 enum class ExchangeFallback { kBrieflyMissing, kSecondName };
 
-// Writes FOLDER/NAME durably and replaces an existing file. Of several concurrent writers, one
-// wins.
+// Writes FOLDER/NAME durably and replaces an existing file. If several processes write at the same
+// time, the file has the content of one of them.
 Status ReplaceRetained(FileSystem& fs, const std::string& folder, std::string_view name,
                        std::string_view data, ExchangeFallback instead);
 

@@ -27,7 +27,7 @@
 namespace tensormount::retention {
 namespace {
 
-// The number in a value that rules compare, or the reason why there is none.
+// The number in a value, for comparisons by rules, or the reason why the value has none.
 MetricValue NumberOf(const std::string& metric, const CommonValue& value) {
   if (const auto* n = value.get_if<std::int64_t>()) {
     return {.number = static_cast<long double>(*n), .problem = {}};
@@ -44,8 +44,8 @@ MetricValue NumberOf(const std::string& metric, const CommonValue& value) {
       .problem = "has a " + metric + " that is not a number: " + std::string(value.kind_name())};
 }
 
-// The value of a metric. "eval.loss" is the common value of that name, or else "loss" in the value
-// "eval". The longest existing name is used, because names may contain dots.
+// Reads a metric. "eval.loss" is the common value "eval.loss" or, if that does not exist, the item
+// "loss" of the common value "eval". Names may contain dots, so longer names are tried first.
 Result<MetricValue> ReadMetric(const CheckpointIndex& index, const std::string& metric) {
   for (std::size_t end = metric.size(); end != std::string::npos && end > 0;
        end = metric.find_last_of(".[({", end - 1)) {
@@ -67,13 +67,13 @@ Status ReadFromIndex(FileSystem& fs, const std::string& directory, const Retenti
                      const std::vector<std::string>& roots, Candidate& c) {
   OpenedCheckpoint::Options how;
   how.roots = roots;
-  // The index is not checked at open. A few records of each checkpoint are read, and these reads
-  // are checked.
+  // The index is not compared with its hash at open. Only a few records are read, and each read
+  // checks its records.
   how.check_index_bytes = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, OpenedCheckpoint::Open(fs, directory, how));
   const CheckpointIndex& index = opened->index();
   if (index.info().uuid != c.uuid) {
-    return Status(Code::kStale, directory + ": it was replaced by another checkpoint");
+    return Status(Code::kStale, directory + ": the checkpoint was replaced by another one");
   }
   c.created = index.info().created;
   c.metrics.clear();
@@ -97,8 +97,8 @@ class Pruner {
   Result<PruneReport> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(store_.CheckWritable());
     TENSORMOUNT_RETURN_IF_ERROR(CheckRules(options_.rules));
-    // The lock is kept until the removals are done, so that the rules do not change meanwhile: a
-    // new policy waits for the lock, or was set before.
+    // The lock is held until the removals are done. So the rules cannot change meanwhile, because
+    // setting a policy also takes the lock.
     std::unique_ptr<File> lock;
     if (!options_.dry_run) {
       TENSORMOUNT_ASSIGN_OR_RETURN(lock, pins::Lock(fs_, store_.path(), options_.wait_seconds));
@@ -111,19 +111,20 @@ class Pruner {
     const bool any =
         std::ranges::any_of(report_.decisions, [](const auto& decision) { return !decision.kept; });
     if (!any) return std::move(report_);
-    // If something is to be removed, some checkpoint is readable. The first decision is about the
-    // checkpoint with the highest generation.
+    // If a checkpoint is to be removed, at least one is readable. The first decision is about the
+    // newest readable checkpoint.
     anchor_ = report_.decisions.front();
     TENSORMOUNT_RETURN_IF_ERROR(VerifyAnchor());
     if (!options_.dry_run) RemoveAll();
-    lock.reset();  // Gc must be able to move back what was pinned.
+    // FreeTrash takes the lock itself when it moves a pinned checkpoint back.
+    lock.reset();
     FreeRemoved();
     return std::move(report_);
   }
 
  private:
-  // Reads the rules. The policy is read even if other rules were given, because the policy of a
-  // newer version may forbid all removals.
+  // Reads the rules. The policy is read even if other rules were given: a policy of a newer
+  // version, or a damaged one, forbids all removals.
   Status ReadRules() {
     Result<std::optional<RetentionRules>> policy = pins::ReadPolicy(fs_, store_.path());
     if (!policy.ok()) return policy.status().WithContext("nothing is removed");
@@ -145,7 +146,7 @@ class Pruner {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto bases, pins::ReadBases(fs_, store_.path()));
     std::vector<Candidate> candidates;
     for (const CheckpointListing& item : listed) {
-      // A directory that is not a checkpoint is ignored.
+      // A directory that is not a checkpoint has no decision.
       if (item.state == CheckpointListing::State::kNoCheckpoint) continue;
       Candidate& c = candidates.emplace_back();
       c.name = item.name;
@@ -165,7 +166,8 @@ class Pruner {
     for (Candidate& c : candidates) {
       const auto mark = ephemeral_.find(c.uuid);
       if (!c.problem.ok() || mark == ephemeral_.end()) continue;
-      // An ephemeral checkpoint that has a second name is meant to stay under that name.
+      // A checkpoint is ephemeral only under the name that it was marked with. If the mark has no
+      // name, a second name means that the checkpoint is meant to stay.
       c.ephemeral = mark->second.empty() ? listed_[c.uuid] == 1 : mark->second == c.name;
     }
     if (!NeedsOpening(rules_)) return candidates;
@@ -181,10 +183,11 @@ class Pruner {
     return candidates;
   }
 
-  // Checks that the newest checkpoint is intact, before others are removed.
+  // Checks that the newest checkpoint is intact before others are removed.
   Status VerifyAnchor() {
     const auto failed = [&](const Status& why) {
-      // A newest checkpoint that was removed or replaced meanwhile is not reported as damaged.
+      // If the newest checkpoint was removed or replaced meanwhile, CheckAnchor reports this
+      // instead.
       const Status anchored = CheckAnchor();
       if (anchored.code() == Code::kStale) return anchored;
       return why.WithContext("nothing is removed: " + anchor_.checkpoint +
@@ -202,8 +205,8 @@ class Pruner {
     return {};
   }
 
-  // Removes the checkpoint with the lowest generation first, so that after a crash the newest ones
-  // remain.
+  // Removes checkpoints in the reverse order of the decisions. The newest come last, so that after
+  // a crash they remain.
   void RemoveAll() {
     for (auto it = report_.decisions.rbegin(); it != report_.decisions.rend(); ++it) {
       if (it->kept) continue;
@@ -218,8 +221,8 @@ class Pruner {
     }
   }
 
-  // Checks that the newest checkpoint still exists and that the policy is unchanged. Without locks
-  // another process may remove checkpoints or change the policy.
+  // Checks that the newest checkpoint still exists and that the policy is unchanged. On a
+  // filesystem without locks, another process may have removed checkpoints or changed the policy.
   Status CheckAnchor() {
     const auto policy = pins::ReadPolicy(fs_, store_.path());
     if (!policy.ok()) return policy.status().WithContext("nothing more is removed");
@@ -253,9 +256,9 @@ class Pruner {
     if (!entry.empty()) entries_.emplace_back(entry, d.checkpoint);
     const Code there = fs_.LinkStat(store_.CheckpointPath(d.checkpoint)).status().code();
     d.removed = removed.ok() || there == Code::kNotFound;
-    // It is not an error if another process removed the checkpoint first.
+    // Another process may have removed the checkpoint first, which is not an error.
     if (removed.code() != Code::kNotFound || !d.removed) d.failed = removed;
-    // Removes the ephemeral mark if it is for this name. After a failure gc removes it.
+    // Removes the ephemeral mark if it is for this name. If this fails, gc removes the mark.
     const auto mark = ephemeral_.find(uuid);
     if (removed.ok() && mark != ephemeral_.end() &&
         (mark->second.empty() || mark->second == d.checkpoint)) {
@@ -263,8 +266,8 @@ class Pruner {
     }
   }
 
-  // Frees the space of removed checkpoints at once if nobody reads them, so that a run does not
-  // fill its disk. After a failure gc frees it.
+  // Frees the space of removed checkpoints that nobody reads, so that a run does not fill its disk.
+  // The rest is left to gc.
   void FreeRemoved() {
     if (entries_.empty()) return;
     std::vector<std::string> entries;
@@ -303,10 +306,10 @@ class Pruner {
   const std::int64_t now_;
   const Uuid saved_;
   RetentionRules rules_;
-  std::optional<RetentionRules> policy_;  // nullopt: the store has none.
+  std::optional<RetentionRules> policy_;  // nullopt: the store has no policy.
   PruneReport report_;
   PruneReport::Decision anchor_;
-  std::map<Uuid, int> listed_;  // Number of names of each uuid.
+  std::map<Uuid, int> listed_;  // For each uuid, the number of names that it has.
   std::map<Uuid, std::string> ephemeral_;
   // Removed checkpoints: path below the store, and the name that each had.
   std::vector<std::pair<std::string, std::string>> entries_;
@@ -330,7 +333,7 @@ Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& fai
   const auto entries = fs.List(trash);
   if (!entries.ok()) return failure;
   for (const DirectoryEntry& e : entries.value()) {
-    // Leftovers of failed saves are not counted, because they are empty or soon will be.
+    // Entries of aborted saves are not counted, because their data are usually deleted at once.
     if (!e.name.ends_with(store_paths::kAbortedSuffix)) own.Add(JoinPath(trash, e.name), 8);
   }
   const std::uint64_t bytes = own.Sum();

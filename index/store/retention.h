@@ -24,7 +24,7 @@ namespace tensormount::retention {
 // A checkpoint's value for one metric.
 struct MetricValue {
   std::optional<long double> number;  // Wide enough for every 64-bit integer and every double.
-  // Reason for a missing number: "has no eval.loss", "eval.loss is NaN".
+  // Reason for a missing number: "has no eval.loss", "has a eval.loss that is NaN".
   std::string problem;
 };
 
@@ -33,20 +33,20 @@ struct Candidate {
   std::string name;
   Uuid uuid;
   std::uint64_t generation = 0;
-  // Not OK: the checkpoint cannot be read, so only its name is known.
+  // Not OK: the checkpoint cannot be read. Only its name is then known.
   Status problem;
   bool ephemeral = false;
-  // Whether RetentionRules::match excludes the checkpoint. Set by Decide.
+  // Whether RetentionRules::match excludes the checkpoint, which then stays. Set by Decide.
   bool other_run = false;
   bool derived = false;  // Made by `derive`, so it is not a step of a run.
-  // The caller of the prune has just saved this checkpoint. It stays, even if newer saves have
-  // begun.
+  // Whether the caller of the prune has just saved this checkpoint. It stays, even if newer saves
+  // have begun.
   bool saved_now = false;
   std::string pinned;       // Description of the pin; empty: not pinned.
   std::string expired_pin;  // Description of an expired pin; empty: none.
   // The staging of a running save that uses the checkpoint's files; empty: none.
   std::string base_of;
-  // Not OK: the members below could not be read.
+  // Not OK: `created` and `metrics` could not be read.
   Status opened;
   std::int64_t created = 0;          // Seconds since 1970; only for rules with hours.
   std::vector<MetricValue> metrics;  // One for each of rules.keep_best.
@@ -55,15 +55,15 @@ struct Candidate {
 // Whether Decide needs `created` or `metrics` of the candidates.
 bool NeedsOpening(const RetentionRules& rules);
 
-// Makes one decision for each candidate. Order of the decisions: readable candidates by generation,
-// uuid and name, the highest first, derived ones after the others; then unreadable candidates by
-// name. The first candidate stays if it is readable. Several names of one checkpoint count as one.
-// A pure function.
+// Makes one decision for each candidate. The decisions are in this order: readable candidates by
+// generation, uuid and name, the highest first, derived ones after the others; then unreadable
+// candidates by name. The first candidate stays if it is readable. Several names of one checkpoint
+// count as one. A pure function.
 std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
                                           std::vector<Candidate> candidates);
 
-// Messages about rules that match nothing, because no checkpoint has the data (metric, step
-// number).
+// Messages about rules that have no effect, because no checkpoint has the data that they need
+// (metric, step number).
 std::vector<std::string> UnmetRules(const RetentionRules& rules,
                                     const std::vector<Candidate>& candidates);
 
@@ -74,16 +74,17 @@ std::optional<std::uint64_t> StepOf(std::string_view name);
 // other rules.
 Status CheckRules(const RetentionRules& rules);
 
-// Circumstances of PruneCheckpoints of tensormount/retention.h.
+// Arguments of Prune in addition to those of the public PruneCheckpoints (tensormount/retention.h).
 struct PruneContext {
-  Uuid saved;  // Checkpoint that the caller just committed; zero: none.
-  // Current time in seconds since 1970, for the expiry of pins. 0: read the clock.
+  Uuid saved;  // The checkpoint that the caller has just committed; zero: none.
+  // Current time in seconds since 1970, which tells whether pins have expired. 0: read the clock.
   std::int64_t now = 0;
 };
 Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
                           const PruneContext& context = {});
 
-// Adds to a "disk full" failure how much of .trash gc may free. Returns other failures unchanged.
+// Adds to a "disk full" error the number of bytes in .trash that gc may free. Returns other errors
+// unchanged.
 Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& failure);
 
 // JSON for the command and the C interface.

@@ -67,14 +67,14 @@ Result<RetentionRules::Best> ParseBest(std::string_view rule, std::string_view t
   const std::optional<std::uint64_t> count = CountOf(text.substr(last + 1));
   if (how != "max" && how != "min")
     return BadRetentionRule(rule, "expected max or min before the number");
-  if (!count) return BadRetentionRule(rule, "expected a number above 0 at its end");
+  if (!count) return BadRetentionRule(rule, "expected a number above 0 at the end");
   best.metric = std::string(text.substr(0, first));
   best.highest = how == "max";
   best.count = *count;
   return best;
 }
 
-// Splits rules at commas. A backslash escapes the next character.
+// Splits rules at commas. A backslash makes the next character an ordinary one.
 std::vector<std::string> CutRules(std::string_view text) {
   std::vector<std::string> rules(1);
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -126,8 +126,9 @@ Result<RetentionRules> RetentionRules::Parse(std::string_view text) {
     }
   }
   if (rules.empty()) {
-    return BadRetentionRule("match=" + rules.match,
-                            "it only selects checkpoints: add a rule that keeps some of them");
+    return BadRetentionRule(
+        "match=" + rules.match,
+        "the rule only selects checkpoints: add a rule that keeps some of them");
   }
   return rules;
 }
@@ -181,9 +182,9 @@ namespace {
 using Every = RetentionRules::Every;
 using Best = RetentionRules::Best;
 
-// Applies the rules to readable candidates that are neither ephemeral nor derived nor of another
-// run, the highest generation first. Several names of one checkpoint are neighbours and count as
-// one, except for rules by steps.
+// Applies the rules to readable candidates that are neither ephemeral nor derived nor excluded by
+// RetentionRules::match, sorted with the highest generation first. Several names of one checkpoint
+// are neighbours and count as one, except for rules by steps.
 class RetentionEvaluator {
   struct Group {
     std::size_t begin = 0;
@@ -255,9 +256,9 @@ class RetentionEvaluator {
     }
   }
 
-  // A window ends whenever its number changes, up or down. Wrong clocks can therefore only make
-  // more windows, and keep more checkpoints. A checkpoint with an unknown date is kept and belongs
-  // to no window.
+  // A window ends whenever its number changes, up or down. So wrong clocks can only make more
+  // windows, which keep more checkpoints. A checkpoint with an unknown date is kept and belongs to
+  // no window.
   void Hours(std::uint64_t count) {
     const auto seconds = static_cast<std::int64_t>(count) * 3600;
     std::optional<std::int64_t> seen;
@@ -393,7 +394,7 @@ std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
   const RetentionEvaluator judge(rules, counted);
 
   std::vector<PruneReport::Decision> decisions;
-  std::size_t next = 0;  // Position in `counted`.
+  std::size_t next = 0;  // Position in `counted` of the next candidate.
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     const Candidate& c = candidates[i];
     PruneReport::Decision& d = decisions.emplace_back(DecisionOn(c));

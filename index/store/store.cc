@@ -3,7 +3,7 @@
 // Publishing, arbitration, fsck and gc are separate protocols, each in a file of its own.
 //
 // Begin claims a generation by making a directory in .generations/, so that each number belongs to
-// exactly one save. Gc deletes claims below the highest, lowest first.
+// exactly one save. Gc deletes all claims except the highest, in ascending order.
 #include "index/store/store.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ using store_paths::kTrashFolder;
 // the file.
 constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
 constexpr std::string_view kFormatName = "tensormount-store";
-// Number of checkpoints for which starting another thread pays off.
+// Number of checkpoints for which another thread pays off.
 constexpr std::size_t kLooksAThread = 64;
 
 struct Superblock {
@@ -58,8 +58,8 @@ std::string Hex(std::uint64_t bits) {
   return "0x" + std::string(text, end.ptr);
 }
 
-// Feature bits are checked first, because with unknown incompatible bits other fields may have
-// another meaning.
+// Feature bits are checked before the other fields, because unknown incompatible bits may change
+// the meaning of those fields.
 Result<Superblock> DecodeSuperblock(std::string_view text, const std::string& path) {
   const auto bad = [&](const std::string& why) {
     return Status(Code::kDataLoss, path + ": " + why);
@@ -139,7 +139,8 @@ Status CheckRoomForStore(FileSystem& fs, const std::string& path, const Existing
     return fs.LinkStat(JoinPath(folder, name)).ok();
   };
   for (std::string at = part.resolved;; at = ParentOrRoot(at)) {
-    // Looked up once, because another process may be creating this store.
+    // Both tests below use the result of one look-up, because another process may create this store
+    // between two look-ups.
     const bool is_store = holds(at, kSuperblockFile);
     if (is_store && part.missing.empty() && at == part.resolved) return Status();
     if (holds(at, kCommitFile) && holds(at, "manifest")) {
@@ -161,13 +162,13 @@ Status CheckRoomForStore(FileSystem& fs, const std::string& path, const Existing
 // therefore only needs to sync its parent.
 Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
   TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kWrite, path));
-  // Without this ability two saves of the same name could overwrite each other.
+  // Without RENAME_NOREPLACE two saves of the same name could overwrite each other.
   TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kRenameNoReplace, path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const ExistingPart part, FindExisting(fs, path));
   TENSORMOUNT_RETURN_IF_ERROR(CheckRoomForStore(fs, path, part));
   std::string at = part.resolved;
-  // Another process may have created the directory and not synced it yet. A parent directory that
-  // we cannot open was not created by a save.
+  // Another process may have created the directory and not synced it yet. Errors because this
+  // process may not open the parent are ignored: no save creates directories in such a parent.
   if (at != "/") {
     const Status synced = fs.SyncDirectory(ParentOrRoot(at));
     if (!synced.ok() && synced.code() != Code::kPermissionDenied &&
@@ -239,8 +240,8 @@ Status CheckCheckpointName(std::string_view name) {
     return Status(Code::kInvalidArgument, "checkpoint name \"" + std::string(name.substr(0, 255)) +
                                               "\": " + std::string(why));
   };
-  if (name.empty()) return bad("empty");
-  if (name.size() > 255) return bad("over 255 bytes");
+  if (name.empty()) return bad("the name is empty");
+  if (name.size() > 255) return bad("the name has more than 255 bytes");
   if (name.front() == '.') return bad("begins with a dot");
   if (name.find('/') != std::string_view::npos) return bad("contains a slash");
   if (name.find('\0') != std::string_view::npos) return bad("contains a NUL");
@@ -306,8 +307,8 @@ Result<std::vector<std::string>> Store::Names() const {
 Result<std::vector<CheckpointListing>> Store::List() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, Names());
   std::vector<CheckpointListing> out(names.size());
-  // Every save reads all COMMITs. Over a network each takes one to three round trips, so many are
-  // read at once, whatever the number of cores.
+  // Every save reads all COMMITs. Over a network each takes one to three round trips, so up to 16
+  // are read at once, whatever the number of cores.
   struct Nothing {};
   TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Nothing>(
       names.size(), static_cast<int>(std::clamp<std::size_t>(names.size() / kLooksAThread, 1, 16)),
@@ -335,15 +336,15 @@ CheckpointListing Store::FindListing(const std::string& name, CommitRecord* reco
     listing.problem = std::move(problem);
     return listing;
   };
-  // Damage is decided from the bytes, because an error code does not tell damage from a failing
-  // disk.
+  // The bytes are read first and then decoded: only the bytes prove damage, because the error of a
+  // failing disk has the same code as damage.
   Result<std::string> bytes = store_moves::ReadCommitBytes(*fs_, directory);
   for (int again = 0; again < 3 && !bytes.ok(); ++again) {
     const Code code = bytes.status().code();
     if (code != Code::kNotFound && code != Code::kStale) break;
     const Status there = fs_->LinkStat(directory).status();
     if (!there.ok()) return bad(State::kUnread, there);
-    // The read may have failed because another checkpoint was just taking the name.
+    // The read may have failed because another checkpoint was just being renamed to this name.
     bytes = store_moves::ReadCommitBytes(*fs_, directory);
   }
   if (bytes.status().code() == Code::kNotFound) {
@@ -351,12 +352,15 @@ CheckpointListing Store::FindListing(const std::string& name, CommitRecord* reco
       const Status there = fs_->LinkStat(JoinPath(directory, part)).status();
       if (there.code() == Code::kNotFound) {
         return bad(State::kNoCheckpoint,
-                   Status(Code::kDataLoss, directory + ": no COMMIT: not a checkpoint"));
+                   Status(Code::kDataLoss,
+                          directory + ": the directory is not a checkpoint: it has no COMMIT"));
       }
       if (!there.ok()) return bad(State::kUnread, there);
     }
-    return bad(State::kDamaged,
-               Status(Code::kDataLoss, directory + ": no COMMIT: it was lost or never written"));
+    return bad(
+        State::kDamaged,
+        Status(Code::kDataLoss,
+               directory + ": the checkpoint has no COMMIT: COMMIT was lost or never written"));
   }
   if (!bytes.ok()) {
     const Result<FileInfo> info = fs_->LinkStat(JoinPath(directory, kCommitFile));
@@ -409,7 +413,7 @@ Result<LatestCheckpoint> Store::LatestOf(const std::vector<CheckpointListing>& a
   }
   const CheckpointListing* best = Highest(all);
   if (best == nullptr) {
-    std::string why = path_ + ": no checkpoint in this store";
+    std::string why = path_ + ": the store has no checkpoint";
     for (const std::string& warning : latest.warnings) why += "; " + warning;
     return Status(Code::kNotFound, why);
   }
@@ -417,9 +421,9 @@ Result<LatestCheckpoint> Store::LatestOf(const std::vector<CheckpointListing>& a
   return latest;
 }
 
-// Gc removes claims below the highest, in ascending order. If the highest claim from before our
-// mkdir still exists after it, no claim above that one was removed, and our number was never
-// claimed before.
+// Gc removes claims below the highest, in ascending order. So if the claim `seen`, which was the
+// highest before our mkdir, still exists after it, gc has removed no claim above `seen`, and nobody
+// has claimed our number before.
 Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
   const std::string folder = JoinPath(path_, kGenerationsFolder);
   const auto list = [&]() -> Result<std::vector<std::uint64_t>> {
@@ -435,8 +439,8 @@ Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
     const std::uint64_t seen = claims.empty() ? 0 : *std::max_element(claims.begin(), claims.end());
     const std::uint64_t base = std::max(seen, above);
     if (base >= std::numeric_limits<std::int64_t>::max()) {
-      return Status(Code::kDataLoss,
-                    folder + ": generation " + std::to_string(base) + " is the largest possible");
+      return Status(Code::kDataLoss, folder + ": generation " + std::to_string(base) +
+                                         " is the largest possible, so no save can follow it");
     }
     const std::uint64_t mine = base + 1;
     const Status made = fs_->CreateDirectory(JoinPath(folder, std::to_string(mine)));
@@ -455,8 +459,8 @@ Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
   return Status(Code::kBusy, folder + ": too many saves begin at the same time; try again");
 }
 
-// Once this claim exists, gc may remove the previous highest claim. A save that relied on that
-// claim then takes another number (ClaimGeneration).
+// Once this claim exists, gc may remove a lower claim that a starting save has seen as the highest.
+// That save then takes another number (ClaimGeneration).
 Status Store::ClaimUpTo(std::uint64_t generation) const {
   const std::string folder = JoinPath(path_, kGenerationsFolder);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_->List(folder));
@@ -495,8 +499,8 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
   staging.name = name;
   std::uint64_t highest = 0;
   // A checkpoint with an unreadable COMMIT must not stop saves, so its generation and uuid are not
-  // used. ClaimGeneration still claims a number above its generation, because the claims are
-  // directories of the store. Such a checkpoint cannot be the parent, which only costs mtimes.
+  // used. The save still gets a higher generation, because ClaimGeneration also looks at the claims
+  // in .generations/. Such a checkpoint cannot be the parent; this only affects mtimes.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
   for (const CheckpointListing& c : all) {
     if (c.problem.ok()) highest = std::max(highest, c.generation);
@@ -530,7 +534,7 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
   const std::string staging_folder = JoinPath(path_, kStagingFolder);
   Staging staging;
   TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, if_exists, base, base_name, staging));
-  // The directory's name must fit in 255 bytes.
+  // The directory's name, which ends with ".<8 hex digits>", must fit in 255 bytes.
   const std::string stem = name.substr(0, 255 - 9);
   for (int attempt = 0; attempt < 16; ++attempt) {
     staging.uuid = Uuid::Random();
@@ -544,7 +548,7 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
       if (filled.ok()) filled = fs_->CreateDirectory(JoinPath(staging.directory, folder));
     }
     if (filled.ok() && !staging.base.IsZero()) {
-      // BASE is made by a rename, because a partial BASE would stop prunes.
+      // BASE gets its name by a rename, because a partly written BASE would stop prunes.
       const std::string hidden = JoinPath(staging.directory, ".base");
       filled = fs_->WriteFileDurably(hidden, staging.base.ToString() + "\n");
       if (filled.ok()) {
@@ -555,7 +559,8 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
     (void)fs_->RemoveTree(staging.directory);  // If this fails, gc removes it.
     return filled;
   }
-  return Status(Code::kAlreadyExists, staging_folder + ": no free name for " + name);
+  return Status(Code::kAlreadyExists,
+                staging_folder + ": no free name for the staging directory of " + name);
 }
 
 Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view given,
@@ -609,7 +614,7 @@ Result<std::string> NameInStore(const std::string& store, const std::string& giv
 Result<StoreAndName> SplitStagingPath(const std::string& path) {
   constexpr std::string_view kFolder = ".staging/";
   const std::size_t end = path.find_last_not_of('/') + 1;
-  // 0 if the path has no slash.
+  // Position of the path's last part; 0 if the path has no slash.
   const std::size_t name = path.substr(0, end).rfind('/') + 1;
   const std::string_view before = std::string_view(path).substr(0, name);
   if (name == end || !before.ends_with(kFolder)) {

@@ -31,15 +31,19 @@ struct CheckpointListing {
   std::uint64_t generation = 0;
   Uuid parent;
   std::uint64_t commit_bytes = 0;  // Size of the file COMMIT.
-  // Made by `derive`. A derived checkpoint is the latest, or a base, only if there is no other.
+  // Made by `derive`. A derived checkpoint is the latest, or the default base, only if the store
+  // has no other checkpoint.
   bool derived = false;
-  // Not OK: the directory exists, but its COMMIT cannot be read.
+  // Why the checkpoint cannot be used; OK if it can. kNotFound: no directory has this name.
   Status problem;
-  // State of the directory. All states but kUnread were determined by reading.
+  // The state of the directory, as its files show. kUnread if they could not be read.
   enum class State {
     kGood,
-    kDamaged,       // COMMIT is damaged (both copies), missing or not a regular file.
-    kNoCheckpoint,  // A directory without any part of a checkpoint.
+    // COMMIT is damaged (both copies) or not a regular file, or it is missing beside manifest/ and
+    // data/.
+    kDamaged,
+    // The directory has no COMMIT, and has no manifest/ or no data/.
+    kNoCheckpoint,
     // Could not be read (I/O, permissions, newer format); may be an intact checkpoint.
     kUnread,
   };
@@ -54,7 +58,8 @@ struct LatestCheckpoint : CheckpointListing {
 // A save in progress.
 struct Staging {
   std::string store;      // Path of the store.
-  std::string directory;  // STORE/.staging/NAME.<id>
+  // STORE/.staging/NAME.<id>; for a shared staging STORE/.staging/NAME.
+  std::string directory;
   std::string name;       // Name under which the checkpoint will be published.
   Uuid uuid;
   std::uint64_t generation = 0;
@@ -63,9 +68,9 @@ struct Staging {
   // The checkpoint whose data files the save may link (index/store/linking.h). Zero: there is none.
   Uuid base;
   std::string base_name;
-  // Why the named base cannot be used, although its directory exists.
+  // Why the named base cannot be used, although it is in the store.
   Status base_problem;
-  // Why there is no base, although one was requested.
+  // Why the save has no base, although one was requested.
   std::string base_note;
   std::string ShortId() const { return uuid.Short(); }
 };
@@ -73,7 +78,8 @@ struct Staging {
 // Which checkpoint is the base of a new save: the one whose data files the save may link.
 enum class BaseChoice {
   kNone,
-  kLatest,  // The parent, if there is one.
+  // The parent of the new save, if it has one.
+  kLatest,
   kNamed,
 };
 
@@ -89,7 +95,7 @@ class Store {
   // Opens a store, and creates it first if it is missing. `path` may contain symlinks. Concurrent
   // creators open the same store.
   static Result<Store> OpenOrCreate(FileSystem& fs, const std::string& path);
-  // Like the two functions above, for a path that a user gave (FileSystemFor).
+  // Like the two functions above, on the file system that `path` names (FileSystemFor).
   static Result<Store> Open(const std::string& path);
   static Result<Store> OpenOrCreate(const std::string& path);
 
@@ -101,7 +107,7 @@ class Store {
   Status CheckWritable() const;
   std::string CheckpointPath(std::string_view name) const;
 
-  // Published checkpoints by name. A damaged checkpoint is listed with its problem.
+  // The checkpoints of the store, sorted by name. A damaged checkpoint is listed with its problem.
   Result<std::vector<CheckpointListing>> List() const;
   // Sorted names of directories that are checkpoints or may be. List() reads these.
   Result<std::vector<std::string>> Names() const;
@@ -109,24 +115,26 @@ class Store {
   // checkpoint. The problem is kNotFound if the directory does not exist.
   CheckpointListing FindListing(const std::string& name, CommitRecord* record = nullptr) const;
   // The checkpoint with the highest generation; among equal generations uuid decides, then name.
-  // kNotFound: the store is empty. If a COMMIT could not be read (kUnread), returns that error: the
-  // checkpoint may be the latest, and resuming from an older one would silently lose steps.
+  // Derived checkpoints count only if there is no other. kNotFound: the store is empty. If a COMMIT
+  // could not be read (kUnread), returns that error: the checkpoint may be the latest, and resuming
+  // from an older one would silently lose steps.
   Result<LatestCheckpoint> Latest() const;
   // Latest() for a given listing.
   Result<LatestCheckpoint> LatestOf(const std::vector<CheckpointListing>& all) const;
 
   // Begins a save. Claims a generation and creates the staging directory with data/, manifest/ and
-  // a file with its uuid. The file BASE in it names the base, so that the base is not pruned
-  // meanwhile. Leftovers of crashed saves do not block a new save. kAlreadyExists: `name` is taken
-  // and `if_exists` is kFail. kNotFound: `base` is kNamed, and `base_name` does not exist.
+  // a file with its uuid. If the save has a base, a file BASE in the staging names the base, so
+  // that no rule removes the base meanwhile. Leftovers of crashed saves do not block a new save.
+  // kAlreadyExists: `name` is taken and `if_exists` is kFail. kNotFound: `base` is kNamed, and
+  // `base_name` does not exist.
   Result<Staging> Begin(const std::string& name, IfExists if_exists,
                         BaseChoice base = BaseChoice::kNone,
                         const std::string& base_name = {}) const;
 
   // Begins a save with a staging that several independent writers (mounts) share. Creates
   // STORE/.staging/NAME, including empty `folders`, durably and in one step. Its file staging.json
-  // has the data that the writers need. kAlreadyExists: STORE/NAME exists, or the staging does;
-  // OpenShared then joins the staging.
+  // has the data that all writers need. kAlreadyExists: STORE/NAME exists, or the staging does; a
+  // writer joins an existing staging with OpenShared.
   Result<Staging> BeginShared(const std::string& name,
                               std::span<const std::string_view> folders) const;
   // Opens a shared staging. kNotFound: there is none. kUnsupported: the staging is not shared
@@ -143,15 +151,15 @@ class Store {
     std::vector<std::string> expected_manifests;
     // Set for a shared staging, with IfExists::kFail. Files that belong to no checkpoint (journals,
     // superseded data) then stay, so that mounts can go on writing and publish again after a failed
-    // publish or a crash. Gc removes these files after the rename is durable. (If they were deleted
-    // earlier on a filesystem without a journal, a save could reuse their inodes before the
-    // deletion is durable, and lose its files after a power failure.)
+    // publish or a crash. Gc removes these files later. (They are not deleted before the rename: on
+    // a filesystem without a journal a save could reuse their inodes before the deletion is
+    // durable, and lose its files after a power failure.)
     bool shared = false;
-    // Check that no key is also the name of a layer of a stacked tensor; kInvalidArgument if one
-    // is. The format allows such keys; the check is made when keys of a base are combined with new
-    // ones.
+    // Whether to check that no key is also the name of a layer of a stacked tensor;
+    // kInvalidArgument if one is. The format allows such keys. The check is for callers that
+    // combine keys of a base with new ones.
     bool check_layer_names = false;
-    // Made from another checkpoint of the store, so it is not a step of a run.
+    // Whether the checkpoint was derived from another one, so that it is not a step of a run.
     bool derived = false;
     // Memory in bytes for extents that are merged but not written yet (100 bytes for a chunk of a
     // matrix). More extents wait in a temporary file of the staging. A checkpoint of 4,096 ranks
@@ -159,19 +167,7 @@ class Store {
     // enough for half a million chunks.
     std::uint64_t rows_in_memory = std::uint64_t{48} << 20;
   };
-  // Publishes a staging in which the data and manifests of all writers are durable. Reads the
-  // manifests, checks completeness, decides mtimes against the parent, writes the coordinator's
-  // manifest, the index and COMMIT, and renames (docs/format.md, "Publish"). `coordinator` has only
-  // info (producer, world_size) and common values. Unless `shared` is set, removes files of data/
-  // that no manifest names, and temporary files of manifest/.
-  //   ok                 committed and durable
-  //   kAlreadyExists     the name is taken; the staging is unchanged
-  //   kUnsupported       kReplace, and the filesystem cannot exchange two directories
-  //   kUnknown           renamed, but a directory sync failed: a crash may undo the publish
-  //   kDataLoss          incomplete (names the box), or a manifest is damaged
-  //   kStale             the staging was aborted meanwhile
-  // The call may be repeated after any failure except kUnknown and kStale. A partial checkpoint is
-  // never visible. Only the coordinator calls this, one call at a time.
+  // The result of Publish.
   struct Published {
     CheckpointInfo info;
     Hash128 content_root;
@@ -184,23 +180,38 @@ class Store {
     double index_seconds = 0;
     // Time after the index: directory syncs, COMMIT, rename.
     double publish_seconds = 0;
-    // The entry of .trash (".trash/NAME") with the checkpoint that this one replaced; empty: none.
+    // The entry of .trash (".trash/NAME") with the checkpoint that was replaced; empty if none was
+    // replaced.
     std::string replaced;
   };
+  // Publishes a staging in which the data and manifests of all writers are durable. Reads the
+  // manifests, checks completeness, decides mtimes against the parent, writes the coordinator's
+  // manifest, the index and COMMIT, and renames (docs/format.md, "Publish"). `coordinator` has only
+  // info (producer, world_size) and common values. Unless `shared` is set, removes files of data/
+  // that no manifest names, and temporary files of manifest/.
+  //   ok                 committed and durable
+  //   kAlreadyExists     the name is taken; the staging still exists
+  //   kUnsupported       kReplace, and the filesystem cannot exchange two directories
+  //   kUnknown           renamed, but a directory sync failed: a crash may undo the publish
+  //   kDataLoss          incomplete (names the box), or a manifest is damaged
+  //   kStale             the staging was aborted meanwhile
+  // The call may be repeated after any failure except kUnknown and kStale. A partial checkpoint is
+  // never visible. Only the coordinator calls this, one call at a time.
   Result<Published> Publish(const Staging& staging, const Inventory& coordinator,
                             const PublishOptions& options) const;
 
   // For copies, which keep the source's generation (index/store/copy.h). PrepareToWrite creates the
-  // store's directories (kReadOnly as for a save). ClaimUpTo must be called before the publish. It
-  // claims `generation` or a higher number, so that later saves get higher ones even if the copy is
-  // removed. The caller syncs .generations to make the claim durable.
+  // store's directories (kReadOnly as for a save). ClaimUpTo, called before the publish, claims
+  // `generation` unless a higher number is claimed already, so that later saves get higher numbers
+  // even if the copy is removed. The caller syncs .generations to make the claim durable.
   Status PrepareToWrite() const;
   Status ClaimUpTo(std::uint64_t generation) const;
 
-  // Lets the store decide whether a timed-out save was published. If the staging was not published,
-  // moves it to .trash. Then returns where the directory with *that uuid* is. kCommitted or
-  // kAborted: the verdict is durable, because this call has synced the parent directories.
-  // kUnknown: neither could be determined. Any rank may call it, any number of times.
+  // Decides whether a timed-out save was published. If the staging was not published, this call
+  // moves it to .trash, so that nobody can publish it any more. Then the directory with the uuid of
+  // `staging` is searched. kCommitted or kAborted: the verdict is durable, because this call has
+  // synced the parent directories. kUnknown: neither could be determined. Any rank may call it, any
+  // number of times.
   Result<Verdict> AbortOrDecide(const Staging& staging) const;
 
   // Moves a checkpoint to .trash durably; Gc deletes it later. kNotFound: there is no such
@@ -211,9 +222,8 @@ class Store {
   // Returns the reason why a checkpoint must stay, for messages. nullopt: it may be removed.
   using Holds = std::function<Result<std::optional<std::string>>(const Uuid&)>;
   struct Removal {
-    // OK if the checkpoint was removed or must stay. kStale: another checkpoint has the name by
-    // now. kUnknown: the checkpoint is in .trash and could not be moved back, or a move is not
-    // durable.
+    // OK if the checkpoint was removed or must stay. kStale: another checkpoint has the name now.
+    // kUnknown: the checkpoint is in .trash and could not be moved back, or a move is not durable.
     Status status;
     // The reason why the checkpoint stays at its name, or was moved back to it. nullopt: it was
     // removed, or `status` has an error.
@@ -240,19 +250,20 @@ class Store {
   };
   struct GcReport {
     std::vector<std::string> removed;  // Paths below the store. Also set in a dry run.
-    // Paths that were kept, with the reason: "….: still being read", "...: too young".
+    // Paths that were kept, with the reason: ".trash/NAME: still being read".
     std::vector<std::string> kept;
     // Paths that could not be removed, with the error.
     std::vector<std::string> failed;
     std::uint64_t bytes_freed = 0;
   };
   // Deletes garbage: entries of .trash that nobody reads (exclusive flock on COMMIT) after the
-  // grace period, abandoned stagings, .derived of deleted checkpoints, and generation claims below
-  // the highest. On filesystems without locks, entries of .trash are deleted only with
+  // grace period, abandoned stagings (which are moved to .trash first), leftovers of writers, data
+  // in .derived, .pins and .ephemeral of deleted checkpoints, and generation claims below the
+  // highest. On filesystems without locks, checkpoints in .trash are deleted only with
   // `trust_grace`. A directory with the device and inode of a live checkpoint is never deleted.
   Result<GcReport> Gc(const GcOptions& options) const;
   // Deletes these entries (".trash/...") without a grace period, if locks show that nobody reads
-  // them. `now` is in seconds since 1970, for the expiry of pins.
+  // them. `now`: the current time in seconds since 1970, which tells whether pins have expired.
   GcReport FreeTrash(const std::vector<std::string>& entries, std::int64_t now) const;
 
   struct FsckOptions {
@@ -274,8 +285,8 @@ class Store {
     std::vector<std::string> shared_with = {};
   };
   Result<std::vector<FsckFinding>> Fsck(const FsckOptions& options) const;
-  // Fsck for a directory whose store.json may be lost or damaged, which is then a finding.
-  // `rebuild` recreates store.json. kNotFound: the directory is not a store.
+  // Fsck for a directory whose store.json may be lost or damaged; that is then a finding. `rebuild`
+  // recreates store.json. kNotFound: the directory is not a store.
   static Result<std::vector<FsckFinding>> FsckFolder(FileSystem& fs, const std::string& path,
                                                      const FsckOptions& options);
 
@@ -289,17 +300,20 @@ class Store {
   Status RemoveUnpinned(const std::string& name) const;
   Result<FileInfo> CheckExists(std::string_view name) const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
-  // The readable checkpoint of `all` with the highest generation; null if there is none.
+  // The readable checkpoint of `all` with the highest generation, or the highest derived one if all
+  // are derived; null if no checkpoint is readable.
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);
-  // Sets generation, parent and base of a new save. Creates the store's directories first.
+  // Claims a generation, and sets generation, parent and base of a new save. Creates the store's
+  // directories first.
   Status ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice base,
                     const std::string& base_name, Staging& staging) const;
   Result<Published> PublishSteps(const Staging& staging, const Inventory& coordinator,
                                  const PublishOptions& options) const;
-  // Returns the entry of .trash with the checkpoint that was replaced; empty if none was.
+  // Returns the entry of .trash with the checkpoint that was replaced; empty if no checkpoint was
+  // replaced.
   Result<std::string> MoveIntoPlace(const Staging& staging, IfExists if_exists) const;
-  // kAlreadyExists unless a checkpoint with this name can be published. An empty directory does not
-  // take a name: frameworks create the directory that they are about to save into.
+  // kAlreadyExists unless a checkpoint can be published under this name. An empty directory does
+  // not take the name: frameworks create the directory that they are about to save into.
   Status CheckFree(const std::string& name) const;
 
   FileSystem* fs_;
@@ -308,14 +322,15 @@ class Store {
   std::uint64_t unknown_read_compatible_;
 };
 
-// Splits "STORE/NAME" and ignores trailing slashes. The store of "step-1" is ".", the store of
-// "/step-1" is "/". kInvalidArgument if the last part is not a valid name of a checkpoint.
+// A path "STORE/NAME" in two parts.
 struct StoreAndName {
   std::string store;
   std::string name;
 };
+// Splits "STORE/NAME" and ignores trailing slashes. The store of "step-1" is ".", the store of
+// "/step-1" is "/". kInvalidArgument if the last part is not a valid name of a checkpoint.
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
-// The name of a checkpoint of `store`. The user gives NAME or a path, also STORE/latest.
+// The name of a checkpoint of `store`. `given` is NAME, a path, "latest" or STORE/latest.
 // kInvalidArgument: the path is in another store.
 Result<std::string> NameInStore(const std::string& store, const std::string& given);
 // Splits "STORE/.staging/NAME", like SplitCheckpointPath.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Store::AbortOrDecide of store.h: if the ranks of a save cannot agree, the store decides whether
 // the save was published. Surviving ranks call it while a publisher may still be running. The first
-// rename of the staging decides (docs/format.md, "The store as arbiter").
+// rename of the staging, to its published name or to .trash, decides (docs/format.md, "The store as
+// arbiter").
 #include <chrono>
 
 #include "index/records/store_paths.h"
@@ -29,7 +30,8 @@ UuidLocation Locate(FileSystem& fs, const Staging& staging) {
     return UuidLocation::kAborted;
   }
   if (holds(committed(JoinPath(trash, uuid)))) return UuidLocation::kRemoved;
-  // After an exchange, the replaced checkpoint is at the staging's path, and it has another uuid.
+  // After an exchange, the replaced checkpoint is at the staging's path; it has another uuid, so it
+  // does not match here.
   if (holds(ReadFolderUuid(fs, staging.directory))) return UuidLocation::kStaging;
   return unreadable ? UuidLocation::kUnreadable : UuidLocation::kNowhere;
 }
@@ -44,7 +46,7 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
   const std::string staging_folder = JoinPath(path_, store_paths::kStagingFolder);
   const std::string aborted =
       JoinPath(trash, staging.uuid.ToString() + std::string(store_paths::kAbortedSuffix));
-  // Directories are synced before a verdict is returned, so that no power failure can reverse it.
+  // Directories are synced before a verdict is returned, so that a power failure cannot reverse it.
   const auto durably = [&](Verdict verdict, const std::string& folder,
                            const std::string& to) -> Result<Verdict> {
     const Status synced = fs.SyncMovedFolder(folder, to, staging_folder);
@@ -56,8 +58,9 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
     return verdict;
   };
   Status why;
-  // Each pass of the loop returns a verdict, moves the staging, or finds that another process moved
-  // it. A pass finds nothing if the staging moved to a directory that was already checked.
+  // Each pass of the loop returns a verdict, or moves the staging, or finds that it moved
+  // meanwhile. If the staging moves during a search, the search may find it nowhere, so it is
+  // repeated.
   for (int round = 0; round < 16; ++round) {
     switch (store_moves::Locate(fs, staging)) {
       case UuidLocation::kPublished:
@@ -73,8 +76,9 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
           why = moved;
           break;
         }
-        // If the save was published by an exchange between Locate and the rename, the replaced
-        // checkpoint was moved here. It is moved on to the name of its own uuid.
+        // If the publisher exchanged the staging with an old checkpoint between Locate and the
+        // rename, the old checkpoint is now at `aborted`. It is moved on to the entry of its own
+        // uuid.
         const Result<Uuid> got = store_moves::ReadFolderUuid(fs, aborted);
         if (got.ok() && got.value() != staging.uuid) {
           // No suffix, because this checkpoint was published and not aborted.
@@ -85,8 +89,9 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
         continue;
       }
       case UuidLocation::kNowhere:
-        why = Status(Code::kNotFound, "it is neither at " + CheckpointPath(staging.name) +
-                                          " nor in " + trash + " nor at " + staging.directory);
+        why =
+            Status(Code::kNotFound, "the checkpoint is neither at " + CheckpointPath(staging.name) +
+                                        " nor in " + trash + " nor at " + staging.directory);
         break;
       case UuidLocation::kUnreadable:
         why = Status(Code::kUnavailable, "one of " + CheckpointPath(staging.name) + ", " + trash +

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store::Fsck of store.h: checks a store and, with --rebuild, repairs it. Without --rebuild it
-// changes nothing; rebuilt indexes are stored beside the checkpoints.
+// Store::Fsck of store.h checks a store. With --rebuild it also rebuilds indexes, which are stored
+// beside the checkpoints (.derived/), and store.json; without --rebuild it changes nothing.
 #include <algorithm>
 #include <functional>
 #include <iterator>
@@ -21,8 +21,8 @@ namespace {
 
 using Finding = Store::FsckFinding;
 
-// Collects all findings of a check, because an operator wants the whole list. Repairs only with
-// `rebuild`, and only what can be made from proven data (an index from manifests, a new
+// Collects all findings, because an operator wants the whole list. Repairs only with `rebuild`, and
+// only data that can be made from verified data (an index from manifests) or from nothing (a new
 // store.json).
 class Checker {
  public:
@@ -52,7 +52,7 @@ class Checker {
     verify.quick = !options_.read_data;
     verify.roots = options_.roots;
     Result<VerifyReport> verified = VerifyCheckpoint(fs_, directory, verify);
-    // The checkpoint was replaced meanwhile. The one that has the name now is checked.
+    // kStale: the checkpoint was replaced meanwhile, so the new one is checked.
     if (verified.status().code() == Code::kStale) {
       verified = VerifyCheckpoint(fs_, directory, verify);
     }
@@ -87,7 +87,7 @@ class Checker {
     }
   }
 
-  // Finds checkpoints that have the same inode or the same uuid.
+  // Reports checkpoints that have the same inode or the same uuid.
   void Duplicates(const std::vector<CheckpointListing>& all) {
     std::map<std::pair<std::uint64_t, std::uint64_t>, std::string> folders;
     std::map<Uuid, std::string> uuids;
@@ -103,7 +103,8 @@ class Checker {
       }
       if (!c.problem.ok()) continue;
       const auto [it, inserted] = uuids.try_emplace(c.uuid, c.name);
-      if (!inserted) Note(c.name, "has the uuid of " + it->second + ": a copy of it", "");
+      if (!inserted)
+        Note(c.name, "the checkpoint is a copy of " + it->second + ": both have the same uuid", "");
     }
   }
 
@@ -119,7 +120,7 @@ class Checker {
       } else if (e.name.starts_with("." + std::string(store_paths::kPolicyFile) + ".")) {
         Note(e.name, "left over from setting the policy", "gc removes it");
       } else if (e.kind != FileKind::kDirectory || e.name.starts_with('.')) {
-        Note(e.name, "does not belong to the store", "");
+        Note(e.name, "the entry does not belong to the store", "");
       }
     }
     Retention();
@@ -168,7 +169,7 @@ class Checker {
     }
   }
 
-  // Checks pins and policy. If they are damaged, no checkpoint is, but removals by rule stop.
+  // Checks pins and policy. Damage in them does not damage checkpoints, but stops removals by rule.
   void Retention() {
     bool unread = false;
     const Status policy = pins::ReadPolicy(fs_, store_, &unread).status();
@@ -199,7 +200,7 @@ class Checker {
   void Superblock(const Status& read) {
     Finding f;
     f.object = store_paths::kSuperblockFile;
-    f.problem = read.code() == Code::kNotFound ? "it is missing" : read.message();
+    f.problem = read.code() == Code::kNotFound ? "the file is missing" : read.message();
     if (options_.rebuild) {
       const Status made = store_moves::RemakeSuperblock(fs_, store_);
       f.repaired = made.ok();
@@ -217,8 +218,8 @@ class Checker {
            name == store_paths::kPinsFolder || name == store_paths::kEphemeralFolder;
   }
 
-  // Reports one of the store's own directories that is not a directory. On a filesystem without a
-  // journal a power failure may leave a name with another inode.
+  // Reports a directory of the store itself whose name leads to something else. A power failure on
+  // a filesystem without a journal may leave a name with another inode.
   void ReportNotFolder(const std::string& name) {
     not_folders_.insert(name);
     const bool pins = name == store_paths::kPinsFolder;
@@ -229,8 +230,8 @@ class Checker {
                 : "remove it: it is recreated when needed");
   }
 
-  // The entries of a directory of the store. If it cannot be listed, that is a finding, so that the
-  // directory is not taken for empty.
+  // The entries of a directory of the store. A directory that cannot be listed is reported, so that
+  // it does not pass for an empty one.
   std::vector<DirectoryEntry> Entries(std::string_view below) {
     if (not_folders_.contains(below)) return {};
     auto entries = store_moves::ListIfExists(fs_, below.empty() ? store_ : JoinPath(store_, below));
@@ -284,8 +285,7 @@ class Checker {
       f.remedy = "`fsck --rebuild` rebuilds it from manifest/, in " + derived;
     } else {
       const Status rebuilt = WriteDerivedIndex(fs_, directory, commit.value().record);
-      // An index counts as repaired only after an open, made as readers make it, has used the new
-      // index.
+      // The index counts as repaired only if a normal open, as readers make it, uses the new index.
       Status served = rebuilt;
       if (served.ok()) {
         OpenedCheckpoint::Options options;
@@ -305,7 +305,8 @@ class Checker {
   const std::string store_;
   const Store::FsckOptions options_;
   std::vector<Finding> findings_;
-  // The store's own directories that are not directories. Each is a finding.
+  // Names of the store's own directories that are something else, such as a file. Each was
+  // reported.
   std::set<std::string, std::less<>> not_folders_;
 };
 
@@ -329,7 +330,7 @@ Result<std::vector<Store::FsckFinding>> Store::FsckFolder(FileSystem& fs, const 
   const Status lost = store_moves::SuperblockDamage(fs, resolved);
   if (lost.ok()) return store.status();
   const Store bare(fs, resolved, Uuid(), 0);
-  // Nothing is written into a directory that is not a store.
+  // Without store.json, a directory that does not look like a store is left alone.
   if (lost.code() == Code::kNotFound && !store_paths::LooksLikeStore(fs, resolved)) {
     return store.status();
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Store::Gc of store.h (docs/format.md, "Garbage"). An abandoned staging is moved to .trash by one
-// rename, like an aborted one, so that its publisher fails with "not found". Deletions happen only
-// in .trash.
+// rename, like an aborted one, so that its publisher fails with "not found". Stagings and
+// checkpoints are deleted only in .trash.
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -20,13 +20,13 @@
 namespace tensormount {
 namespace {
 
-// Device and inode of a directory. As a last safeguard, a directory with the device and inode of a
-// live checkpoint is never deleted.
+// Device and inode of a directory. Gc never deletes a directory with the id of a live checkpoint,
+// whatever its name.
 using FolderId = std::pair<std::uint64_t, std::uint64_t>;
 FolderId IdOf(const FileInfo& info) { return {info.device, info.inode}; }
 
-// Result of a search in a directory: the newest mtime, and the first failure. Entries that
-// disappear meanwhile are not failures.
+// Result of a search below a directory: the newest mtime, and the first error. An entry that
+// disappears meanwhile is not an error.
 struct NewestMtime {
   std::int64_t newest = std::numeric_limits<std::int64_t>::min();
   Status failed;
@@ -35,8 +35,8 @@ struct NewestMtime {
   }
 };
 
-// Bytes that deleting a directory frees: the files without other links. Parts that cannot be read
-// count as 0.
+// Bytes that deleting a directory frees: the sum of the files with a single link. Parts that cannot
+// be read count as 0.
 std::uint64_t BytesBelow(FileSystem& fs, const std::string& path, int depth) {
   const Result<FileInfo> info = fs.LinkStat(path);
   if (!info.ok()) return 0;
@@ -53,7 +53,7 @@ std::uint64_t BytesBelow(FileSystem& fs, const std::string& path, int depth) {
   return bytes;
 }
 
-// Finds the newest mtime in and below `path`. A part that cannot be read is a failure, because it
+// Finds the newest mtime in and below `path`. A part that cannot be read is an error, because it
 // may have the newest mtime.
 void FindNewestMtime(FileSystem& fs, const std::string& path, int depth, NewestMtime& looked) {
   const Result<FileInfo> info = fs.LinkStat(path);
@@ -120,9 +120,9 @@ class Collector {
     live_[IdOf(info.value())] = name;
     return true;
   }
-  // Syncs deletions. Without a journal the next save may reuse inodes and blocks whose deletion is
-  // not durable, and a repair of the filesystem after a power failure would take them away (the
-  // data/ of a save was once found as a deleted .generations/7).
+  // Syncs deletions. Without this, on a filesystem without a journal, the next save may reuse
+  // inodes and blocks whose deletion is not durable, and lose them when the filesystem is repaired
+  // after a power failure (the data/ of a save was once found as a deleted .generations/7).
   void SyncDeleted() {
     if (!deleted_) return;
     const Status synced = fs_.SyncFileSystem(store_);
@@ -132,8 +132,8 @@ class Collector {
   void Keep(const std::string& below, std::string_view why) {
     report_.kept.push_back(below + ": " + std::string(why));
   }
-  // Reports a failure; the caller then leaves the object as it is. kNotFound is not reported,
-  // because the object disappeared meanwhile.
+  // Reports a failure; the caller leaves the object as it is. kNotFound is not reported, because it
+  // means that the object was removed meanwhile.
   void Fail(const std::string& below, const Status& why) {
     if (why.code() != Code::kNotFound) report_.failed.push_back(below + ": " + why.message());
   }
@@ -178,7 +178,7 @@ class Collector {
     }
     const auto live = live_.find(IdOf(info.value()));
     if (live == live_.end()) return false;
-    Keep(below, "the same directory as checkpoint " + live->second);
+    Keep(below, "this is the same directory as checkpoint " + live->second);
     return true;
   }
   // Returns true, and reports the entry as kept, if there is a reason to keep it (trash::FindHold).
@@ -200,16 +200,16 @@ class Collector {
                                            "holds it"));
     return true;
   }
-  // Deletes a directory and adds it to the report. `lock` is kept until everything is deleted. `as`
-  // is the path in the report, if it differs.
+  // Deletes a directory and adds it to the report. `lock` is released after everything is deleted.
+  // `as`: the path in the report, if it differs from `below`.
   void Delete(const std::string& below, std::unique_ptr<File> lock = nullptr,
               const std::string& as = {}) {
     const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
     if (!options_.dry_run) {
       Status removed = fs_.RemoveTree(Path(below));
       if (!removed.ok() && lock && fs_.LinkStat(lock->path()).status().code() == Code::kNotFound) {
-        // NFS keeps an open file of a deleted directory under another name. In that case only the
-        // file of the lock is left, which nobody else can open.
+        // NFS keeps a deleted file that is open under another name in its directory, so the
+        // directory was not empty. Only the file of `lock` is left, so it is closed.
         lock.reset();
         removed = fs_.RemoveTree(Path(below));
       }
@@ -246,15 +246,15 @@ class Collector {
     if (!left_of(store_paths::kSuperblockFile) && !left_of(store_paths::kPolicyFile)) return;
     // The file may still be being written, so the limit is at least kHiddenFileAge.
     const auto limit = std::max(options_.grace, kHiddenFileAge);
-    if (!KeepIfYoung(entry.name, 0, limit, "too young")) Delete(entry.name);
+    if (!KeepIfYoung(entry.name, 0, limit, "too young to be deleted")) Delete(entry.name);
   }
 
   void StagingEntry(const DirectoryEntry& entry) {
     const std::string below = std::string(store_paths::kStagingFolder) + "/" + entry.name;
     if (KeepIfLive(below)) return;
     const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs_, Path(below));
-    // A whole checkpoint that a publisher replaced by an exchange. The publisher died before it
-    // removed the checkpoint, which now has the name of the publisher's staging.
+    // `replaced`: the entry is a checkpoint that a publisher replaced by an exchange, so it has the
+    // staging's name. The publisher died before it moved the checkpoint to .trash.
     const std::size_t dot = entry.name.rfind('.');
     const std::string id = dot == std::string::npos ? "" : entry.name.substr(dot + 1);
     const Status mark = fs_.LinkStat(JoinPath(Path(below), store_paths::kSharedFile)).status();
@@ -269,8 +269,8 @@ class Collector {
         KeepIfYoung(below, kMaxGcDepth, options_.staging_age, "too young to count as abandoned")) {
       return;
     }
-    // Writers with open files have a shared lock; copies and repairs have an exclusive one. The
-    // lock is kept until the entry is in .trash.
+    // Writers with open files hold a shared lock; copies and repairs hold an exclusive one. Our
+    // lock is held until the entry is in .trash.
     std::unique_ptr<File> lock;
     if (shared || entry.name.starts_with(store_paths::kCopyPrefix) ||
         entry.name == store_paths::kRepairFolder) {
@@ -285,7 +285,7 @@ class Collector {
         const Status locked = lock->TryLockExclusive();
         if (locked.code() == Code::kBusy)
           return Keep(below, "in use by a running save, copy or repair");
-        // On filesystems without locks writers work without them, so only the age decides.
+        // On filesystems without locks writers work without a lock, so only the age decides.
         if (!locked.ok() && !HasNoLocks(locked)) return Fail(below, locked);
       }
     }
@@ -297,8 +297,8 @@ class Collector {
     const auto moved = store_moves::MoveToTrash(fs_, store_, Path(below),
                                                 replaced ? "" : store_paths::kAbortedSuffix);
     if (!moved.ok()) Fail(below, moved.status());
-    // The report lists the entry when it is deleted from .trash: in this run, if there is no grace
-    // period.
+    // The report lists the entry when it is deleted from .trash. Without a grace period this is
+    // done later in this run.
   }
 
   void TrashEntry(const DirectoryEntry& entry, const std::vector<DirectoryEntry>& all) {
@@ -318,28 +318,28 @@ class Collector {
     const std::string mark = store_moves::TrashMarkPath(Path(below));
     const Result<FileInfo> since = fs_.LinkStat(mark);
     if (!since.ok() && since.status().code() != Code::kNotFound) return Fail(below, since.status());
-    // A mark with a time in the future would keep the entry until that time, so the grace period
-    // begins anew.
+    // A mark with a time in the future would keep the entry until then, so the mark is made again,
+    // and the grace period begins again.
     const bool known = since.ok() && !IsInFuture(since.value().mtime_seconds);
     if (!known && !options_.dry_run) {
       if (since.ok()) (void)fs_.RemoveFile(mark);  // If this fails, the next run removes it.
       store_moves::MarkTrashed(fs_, Path(below));
     }
     if (IsYoung(known ? since.value().mtime_seconds : now_, options_.grace)) {
-      return Keep(below, "too young");
+      return Keep(below, "too young to be deleted");
     }
     DeleteFromTrash(entry.name);
   }
 
-  // Deletes an entry of .trash. The entry is renamed first. A process that moves it back needs the
-  // old name, so only one of the two renames succeeds. After the rename the reasons to keep it are
-  // checked again.
+  // Deletes an entry of .trash. It is renamed first: a process that moves the entry back to the
+  // store uses the old name, so only one of the two renames succeeds. After the rename, the reasons
+  // to keep the entry are checked again.
   void DeleteFromTrash(const std::string& entry) {
     const std::string below = JoinPath(store_paths::kTrashFolder, entry);
-    // After a crash on a filesystem without a journal, a directory may have two names.
+    // After a crash, on a filesystem without a journal, a directory may have two names.
     if (KeepIfLive(below)) return;
-    // Readers have a shared lock on COMMIT. Our lock is kept until everything is deleted. If COMMIT
-    // is not a regular file, there are no readers.
+    // Readers hold a shared lock on COMMIT. Our exclusive lock is held until everything is deleted.
+    // If COMMIT is not a regular file, there can be no readers.
     const std::string path = JoinPath(Path(below), store_paths::kCommitFile);
     const Result<FileInfo> info = fs_.LinkStat(path);
     if (!info.ok() && info.status().code() != Code::kNotFound) return Fail(below, info.status());
@@ -374,15 +374,15 @@ class Collector {
       const Status taken = fs_.RenameNoReplace(Path(below), Path(doomed));
       if (!taken.ok()) return Fail(below, taken);
     }
-    // Another directory may have taken this name since its COMMIT was opened.
+    // Another directory may have got this name after COMMIT was opened.
     const Result<FileInfo> now = fs_.LinkStat(JoinPath(Path(doomed), store_paths::kCommitFile));
     const bool same = commit == nullptr ? now.status().code() == Code::kNotFound ||
                                               (now.ok() && now.value().kind != FileKind::kFile)
                                         : now.ok() && now.value().inode == info.value().inode;
     const auto kept = trash::FindHold(fs_, store_, doomed.substr(doomed.find('/') + 1), now_);
     if (!same || !kept.ok() || !kept.value().why.empty()) {
-      // If the old name is taken, the entry keeps the new name. Its content identifies it, not its
-      // name.
+      // The entry gets its old name back. If that name is taken, it keeps the new one: FindHold
+      // identifies an entry by its content.
       const Status undone = fs_.RenameNoReplace(Path(doomed), Path(below));
       if (!kept.ok()) return Fail(below, kept.status());
       return Keep(undone.ok() ? below : doomed,
@@ -405,17 +405,18 @@ class Collector {
       if (known.contains(e.name)) continue;
       if (Uuid::Parse(e.name)) {
         if (!all_known) {
-          Keep(below, "it may belong to a checkpoint that cannot be read");
+          Keep(below, "the index may belong to a checkpoint that cannot be read");
           continue;
         }
-      } else if (KeepIfYoung(below, kMaxGcDepth, options_.grace, "too young")) {
+      } else if (KeepIfYoung(below, kMaxGcDepth, options_.grace, "too young to be deleted")) {
         continue;
       }
       Delete(below);
     }
   }
 
-  // Deletes claims in ascending order, and never the highest, as Store::ClaimGeneration requires.
+  // Deletes all claims except the highest, in ascending order. Store::ClaimGeneration relies on
+  // both.
   void Generations() {
     std::vector<std::uint64_t> claims;
     for (const DirectoryEntry& e : Entries(store_paths::kGenerationsFolder)) {
@@ -429,12 +430,12 @@ class Collector {
           std::string(store_paths::kGenerationsFolder) + "/" + std::to_string(claims[i]);
       if (!options_.dry_run) {
         // The directory of a claim is normally empty. On a filesystem without a journal a power
-        // failure may have given its block to another directory; the files in it are then second
-        // names of files.
+        // failure may have given it a block of another directory. The files in it are then
+        // additional names of existing files, so deleting them loses nothing.
         const Status removed = fs_.RemoveTree(Path(below));
         if (!removed.ok()) {
           Fail(below, removed);
-          // Skipping a claim would break the ascending order.
+          // The next claims stay too, because claims must be deleted in ascending order.
           return;
         }
         deleted_ = true;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves to .trash and back. They are made durable in an order that leaves the checkpoint at one of
-// its two names after a power failure.
+// Moves to .trash and back. The syncs are ordered so that after a power failure the checkpoint is
+// at one of its two names.
 #include "index/store/store_moves.h"
 
 #include <cerrno>
@@ -11,8 +11,9 @@
 namespace tensormount::store_moves {
 namespace {
 
-// Deletes marks of entries in .trash to free space on a full disk, for moving another entry there.
-// Gc recreates the marks, and the grace periods begin anew. Returns false if there were no marks.
+// Deletes the marks of entries in .trash, so that another entry can be moved there on a full disk.
+// Gc makes the marks again, and their grace periods begin again. Returns false if there were no
+// marks.
 bool DropMarks(FileSystem& fs, const std::string& trash) {
   const auto entries = fs.List(trash);
   if (!entries.ok()) return false;
@@ -33,7 +34,8 @@ Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
   bool room = true;
   for (int attempt = 0; attempt < 16; ++attempt) {
     if (room && fs.LinkStat(to).status().code() == Code::kNotFound) {
-      // The mark of an earlier removal would let the grace period end at once.
+      // The mark of an earlier entry with this name has an old time, which would end the grace
+      // period at once.
       (void)fs.RemoveFile(TrashMarkPath(to));
       MarkTrashed(fs, to, name);
     }
@@ -43,11 +45,12 @@ Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
       room = false;
       continue;
     }
-    // The name may be taken: a copy of a checkpoint has the same uuid, and both may be removed.
+    // The name may be taken, because a checkpoint and its copy have the same uuid, and both may
+    // have been removed.
     if (moved.code() != Code::kAlreadyExists) return moved;
     to = JoinPath(trash, wanted + "." + Uuid::Random().Short());
   }
-  return Status(Code::kAlreadyExists, trash + "/" + wanted + ": no free name");
+  return Status(Code::kAlreadyExists, trash + "/" + wanted + ": no free name in .trash");
 }
 
 }  // namespace
@@ -59,7 +62,7 @@ std::string TrashMarkPath(const std::string& entry) {
 Status SyncClaim(FileSystem& fs, const std::string& store, std::uint64_t generation) {
   const std::string claims = JoinPath(store, store_paths::kGenerationsFolder);
   const Status synced = fs.SyncDirectory(JoinPath(claims, std::to_string(generation)));
-  // gc removes claims below later ones.
+  // kNotFound: a later save has claimed a higher number, and gc has removed this claim.
   if (!synced.ok() && synced.code() != Code::kNotFound) return synced;
   return fs.SyncDirectory(claims);
 }
@@ -90,7 +93,7 @@ Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& 
                                              std::string_view busy) {
   const std::string path = JoinPath(folder, store_paths::kLockFile);
   for (int attempt = 0; attempt < 16; ++attempt) {
-    // The last user of the directory, or gc, may have just removed it.
+    // The process that used the directory last, or gc, may remove it between two of these steps.
     const Status made = fs.EnsureDirectory(folder);
     if (made.code() == Code::kNotFound) continue;
     TENSORMOUNT_RETURN_IF_ERROR(made);
@@ -114,13 +117,14 @@ Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& 
 Result<std::vector<DirectoryEntry>> ListIfExists(FileSystem& fs, const std::string& path) {
   auto entries = fs.List(path);
   if (entries.status().code() != Code::kNotFound) return entries;
-  // kNotFound may also mean ENOTDIR: a file in place of the directory is damage, not an empty
-  // directory.
+  // kNotFound may also mean ENOTDIR: a file stands in place of the directory. This is damage and
+  // must not look like an empty directory.
   const Result<FileInfo> there = fs.LinkStat(path);
   if (there.status().code() == Code::kNotFound) return std::vector<DirectoryEntry>();
   TENSORMOUNT_RETURN_IF_ERROR(there.status());
   if (there.value().kind == FileKind::kDirectory) return fs.List(path);  // Created meanwhile.
-  return Status(Code::kDataLoss, path + ": not a directory; `tensormount fsck` shows the remedy");
+  return Status(Code::kDataLoss,
+                path + ": the entry is not a directory; `tensormount fsck` shows the remedy");
 }
 
 Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory) {
@@ -140,11 +144,11 @@ Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory) {
   if (text.ok()) {
     if (const std::optional<Uuid> uuid = Uuid::Parse(text.value())) return *uuid;
   }
-  // A crash may leave an empty file UUID. If COMMIT exists, the file UUID is not needed.
+  // A crash may leave an empty file UUID. COMMIT, if it exists, has the uuid too.
   const Result<DecodedCommit> commit = ReadCommit(fs, directory);
   if (commit.ok()) return commit.value().record.uuid;
   if (commit.status().code() != Code::kNotFound) return commit.status();
-  if (text.ok()) return Status(Code::kDataLoss, path + ": does not hold a uuid");
+  if (text.ok()) return Status(Code::kDataLoss, path + ": the file does not contain a uuid");
   return text.status();
 }
 
@@ -203,12 +207,12 @@ Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const 
   const std::string wanted = before.ok() ? before.value().ToString() + std::string(suffix)
                                          : "unreadable." + Uuid::Random().Short();
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string entry, RenameIntoTrash(fs, trash, from, wanted, name));
-  // The directory may have been exchanged between ReadFolderUuid and the rename. An entry that is
-  // named by a uuid must have that uuid, because AbortOrDecide looks there.
+  // Another directory may have got the name `from` between ReadFolderUuid and the rename. An entry
+  // that is named by a uuid must have that uuid, because AbortOrDecide looks there.
   const Result<Uuid> moved = ReadFolderUuid(fs, entry);
   if (before.ok() && moved.ok() && moved.value() != before.value()) {
-    // The suffix was meant for the other directory, so it is omitted: a committed checkpoint must
-    // not be found as "aborted".
+    // `suffix` was meant for the other directory, so it is omitted here: a committed checkpoint
+    // must not be found as "aborted".
     const std::string mark = TrashMarkPath(entry);
     TENSORMOUNT_ASSIGN_OR_RETURN(entry,
                                  RenameIntoTrash(fs, trash, entry, moved.value().ToString(), name));

@@ -27,12 +27,12 @@ Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory
 Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory);
 
 // The uuid of a staging or of an entry of .trash: from its file UUID or, if that has no uuid, from
-// COMMIT. At every moment of a publish one of the two can be read. kNotFound: neither file exists,
-// or the directory does not.
+// COMMIT. At every moment of a publish one of the two files has the uuid. kNotFound: neither file
+// exists, or the directory does not exist.
 Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory);
 
-// The reason why store.json is unusable: kNotFound, or kDataLoss of its decoder. OK in all other
-// cases: store.json is usable, could not be read, or has a newer format.
+// The reason why store.json is unusable: kNotFound (missing) or kDataLoss (damaged). OK in all
+// other cases: store.json is usable, could not be read, or has a newer format.
 Status SuperblockDamage(FileSystem& fs, const std::string& store);
 // Creates a new store.json for a store that lost it. A damaged file is renamed to a name that gc
 // removes.
@@ -52,38 +52,40 @@ Result<std::string> FindInTrash(FileSystem& fs, const std::string& store, const 
 Status PutBack(FileSystem& fs, const std::string& store, const std::string& name,
                const std::string& entry);
 // Frees the space of an aborted staging at `entry` in .trash: deletes the files of its data/, or
-// only `names` ("data/x"), durably. Errors are ignored. Directories are left to gc, which syncs the
-// filesystem: without a journal a save could get the inode of a deleted directory, and lose its own
-// directory when the filesystem is repaired after a power failure.
+// only `names` ("data/x"), durably. Errors are ignored. The directories are left to gc, which syncs
+// the whole filesystem after deletions. (Without that, on a filesystem without a journal, a save
+// could get the inode of a deleted directory, and a repair after a power failure could delete the
+// save's directory.)
 void DeleteData(FileSystem& fs, const std::string& entry);
 void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::string> names);
 // Path of the mark of a trash entry, a file with the time at which the entry was moved to .trash.
 std::string TrashMarkPath(const std::string& entry);
-// Writes the mark of a trash entry with the entry's old name; its mtime is now. Failures are
-// ignored, because gc creates missing marks.
+// Writes the mark of a trash entry: a file with the entry's old name, whose mtime is now. Failures
+// are ignored, because gc creates missing marks.
 void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name = {});
-// The old name in the mark of a trash entry. Empty if the mark has none.
+// The old name in the mark of a trash entry; empty if the mark has no name.
 std::string NameInMark(FileSystem& fs, const std::string& entry);
 
-// Removes leftovers of a shared staging from the published checkpoint: names of IsSharedLeftover,
-// files of data/ that COMMIT does not list, and staging.json last. Does nothing if there is no
-// staging.json. kDataLoss, and nothing is removed, if COMMIT and staging.json have different uuids.
-// Only gc calls SweepShared, and repeats it after a failure.
+// Result of SweepShared.
 struct SweptShared {
   std::vector<std::string> data_files;  // Paths below the checkpoint.
   // Size of those data_files that have no other link.
   std::uint64_t bytes = 0;
 };
-// With `dry_run`, only reports the leftovers.
+// Removes leftovers of a shared staging from the published checkpoint: names of IsSharedLeftover,
+// files of data/ that COMMIT does not list, and staging.json last. Does nothing if there is no
+// staging.json. kDataLoss, and nothing is removed, if COMMIT and staging.json have different uuids.
+// With `dry_run`, only reports the leftovers. Only gc calls SweepShared, and repeats it after a
+// failure.
 Result<SweptShared> SweepShared(FileSystem& fs, const std::string& directory, bool dry_run = false);
 
-// Where the directory with the uuid of a save is.
+// Where the directory with the uuid of a save was found.
 enum class UuidLocation {
   kPublished,  // At STORE/NAME.
   kRemoved,    // In .trash, and was published.
   kAborted,    // In .trash, and was never published.
   kStaging,    // At its path in .staging.
-  // All directories could be read, and none has the uuid (or it was moved meanwhile).
+  // All directories could be read, and none has the uuid. It may have moved during the search.
   kNowhere,
   // Some directory could not be read, and the others do not have the uuid.
   kUnreadable,
@@ -92,21 +94,21 @@ UuidLocation Locate(FileSystem& fs, const Staging& staging);
 
 // Creates the work directory `folder` in .staging/ if it is missing, and takes the exclusive lock
 // of its file `lock`, which gc checks. The lock is released when the result is destroyed. On
-// filesystems without locks, works without one. kBusy "FOLDER: `busy`": another process has the
+// filesystems without locks, no lock is taken. kBusy "FOLDER: `busy`": another process has the
 // lock.
 Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& folder,
                                              std::string_view busy);
 
-// Makes the claim of a generation durable: the directory .generations/N and its name. Without the
-// first, a power failure on a filesystem without a journal may leave a block of a deleted directory
-// in the claim, and e2fsck then takes its names, of files of checkpoints, for those of the claim.
+// Makes the claim of a generation durable: syncs the directory .generations/N, and .generations,
+// which contains its name. N itself must be synced: on a filesystem without a journal, a power
+// failure could otherwise leave a block of a deleted directory in it, with old names of files.
 Status SyncClaim(FileSystem& fs, const std::string& store, std::uint64_t generation);
 
-// Whether `path` is a directory without entries; not one at the end of a symbolic link.
+// Whether `path` is a directory without entries. Symbolic links are not followed.
 bool IsEmptyDirectory(FileSystem& fs, const std::string& path);
 
-// Whether a hard link was refused because of the file or the filesystem. The caller can then copy
-// the file.
+// Whether this error of a hard link comes from a limit or rule of the file or the filesystem. The
+// caller can then copy the file.
 bool IsLinkRefused(const Status& status);
 }  // namespace tensormount::store_moves
 

@@ -30,9 +30,9 @@ namespace tensormount {
 namespace {
 
 constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 40;
-// Largest size of manifests that are read ahead, in bytes before and after decoding.
+// Limit for the memory of manifests that are read ahead: their encoded and decoded bytes.
 constexpr std::uint64_t kManifestsAhead = std::uint64_t{32} << 20;
-// Size of a batch of extents, in bytes. For a smaller batch a second thread does not pay off.
+// Size of a batch of extents, in bytes. For fewer bytes a second thread does not pay off.
 constexpr std::uint64_t kBatchBytes = std::uint64_t{2} << 20;
 // Name of a temporary file in the staging during a publish, for extents that do not fit in memory.
 constexpr std::string_view kSpoolFile = "rows.spool";
@@ -51,13 +51,14 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-// Checks the uuid of the staging, and removes leftovers of an earlier attempt. At every moment UUID
-// or COMMIT has the uuid.
+// Checks the uuid of the staging, and removes leftovers of an earlier attempt. At every moment of a
+// publish the file UUID or COMMIT has the uuid.
 Status PrepareStaging(FileSystem& fs, const Staging& staging, bool shared) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Uuid uuid, store_moves::ReadFolderUuid(fs, staging.directory));
   if (uuid != staging.uuid) {
-    return Status(Code::kInvalidArgument, staging.directory + ": belongs to " + uuid.ToString() +
-                                              ", not to " + staging.uuid.ToString());
+    return Status(Code::kInvalidArgument,
+                  staging.directory + ": the staging directory belongs to " + uuid.ToString() +
+                      ", not to " + staging.uuid.ToString());
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                                fs.List(staging.directory));
@@ -95,8 +96,8 @@ Result<ReadManifest> ReadOneManifest(FileSystem& fs, const Staging& staging,
   return read;
 }
 
-// Reads manifests and passes them to `use` in order, on this thread. Several threads read, hash and
-// decode large manifests ahead, up to a limit of memory.
+// Reads manifests and passes them to `use` in order, on this thread. If they are large, several
+// threads read, hash and decode the next ones ahead, up to a limit of memory.
 Status ForEachManifest(FileSystem& fs, const Staging& staging,
                        const std::vector<std::string>& names,
                        const std::function<Status(ReadManifest)>& use) {
@@ -127,8 +128,8 @@ Status ForEachManifest(FileSystem& fs, const Staging& staging,
   return Status();
 }
 
-// Merges all manifests into `merger` and returns the inventory without extents. Appends the
-// manifests' entries for COMMIT.
+// Merges all manifests into `merger` and returns the inventory without extents. Appends an entry of
+// COMMIT for each manifest to `commit_entries`.
 Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
                                   const Inventory& coordinator,
                                   const std::vector<std::string>& expected, InventoryMerger& merger,
@@ -142,7 +143,7 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
   std::vector<std::string> names;
   for (const DirectoryEntry& entry : entries) {
     const std::string name = "manifest/" + entry.name;
-    // The file is left from an earlier attempt, or a writer left it under a temporary name.
+    // The file is left from an earlier attempt to publish, or is a writer's temporary file.
     if (name == kCoordinatorManifest || !entry.name.ends_with(store_paths::kManifestSuffix)) {
       TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(folder, entry.name)));
       continue;
@@ -151,7 +152,7 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
     names.push_back(name);
   }
   if (!missing.empty()) {
-    return DataLoss(*missing.begin() + ": missing" +
+    return DataLoss(*missing.begin() + ": the manifest is missing" +
                     (missing.size() == 1
                          ? std::string()
                          : " (and " + std::to_string(missing.size() - 1) + " more manifests)"));
@@ -171,7 +172,7 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
 }
 
 // The single pass over the extents: each tensor is checked for completeness, added to the content
-// root, and passed to the index writer. Two threads share the work in batches. One checks, the
+// root, and passed to the index writer. Two threads share each batch of tensors: one checks, the
 // other hashes and writes.
 class RowPass {
  public:
@@ -192,7 +193,7 @@ class RowPass {
 
  private:
   Status DoBatch() {
-    // The future's destructor waits for the other thread on every exit.
+    // The destructor of the future waits for the other thread on every exit.
     std::future<Status> written =
         std::async(batch_bytes_ < kBatchBytes ? std::launch::deferred
                                               : std::launch::async | std::launch::deferred,
@@ -221,7 +222,7 @@ class RowPass {
   std::uint64_t batch_bytes_ = 0;
 };
 
-// Whether the name of a data file, such as "data/a/b", may be joined to the staging's path.
+// Whether a name has the form "data/a/b" of a data file, so that it cannot leave the staging.
 bool IsPlainDataName(std::string_view name) {
   if (!name.starts_with("data/") || name.find('\0') != std::string_view::npos) return false;
   name.remove_prefix(5);
@@ -246,7 +247,7 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& i
           OpenForeignFile(fs, {inventory.info.root, ""}, file, true).status());
       continue;
     }
-    if (!IsPlainDataName(file.name)) return DataLoss(file.name + ": not a path below data/");
+    if (!IsPlainDataName(file.name)) return DataLoss(file.name + ": the file is not below data/");
     named.insert(file.name);
     for (std::size_t at = file.name.rfind('/'); at != std::string::npos && at > 0;
          at = file.name.rfind('/', at - 1)) {
@@ -262,7 +263,8 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& i
     }
   }
   if (keep_others) return Status();
-  // Files that a writer abandoned (after a failed fsync) must not become part of the checkpoint.
+  // A writer leaves a file behind after a failed fsync. Such files must not become part of the
+  // checkpoint.
   for (const std::string& folder : folders) {
     const std::string directory = JoinPath(staging.directory, folder);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
@@ -275,15 +277,15 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& i
   return Status();
 }
 
-// Opens the checkpoints that mtimes are compared with: the parent, and the checkpoint that is
-// replaced. A damaged or missing one does not stop the save.
+// Opens the checkpoints with which mtimes are compared: the parent, and the checkpoint that is
+// replaced. A damaged or missing checkpoint does not stop the save.
 std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const Store& store,
                                                           const Staging& staging,
                                                           IfExists if_exists) {
   std::vector<std::shared_ptr<OpenedCheckpoint>> priors;
   const auto open = [&](const std::string& directory, const Uuid* wanted) {
-    // The index is not compared with its hash. Reads check the records that they use, and even a
-    // damaged index that cannot be rebuilt serves as far as it can be read.
+    // The index is not compared with its hash at open. Reads check the records that they use, so a
+    // damaged index that cannot be rebuilt still serves as far as it can be read.
     OpenedCheckpoint::Options how;
     how.check_index_bytes = 0;
     auto opened = OpenedCheckpoint::Open(fs, directory, how);
@@ -302,7 +304,8 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
     const std::string trash = JoinPath(staging.store, store_paths::kTrashFolder);
     if (open(JoinPath(trash, staging.parent.ToString()), &staging.parent)) return;
     // The parent was renamed or deleted, or cannot be opened. The checkpoint with the parent's uuid
-    // is used, or else the one with the highest generation below the save's.
+    // is searched; if there is none, the one with the highest generation below that of the save is
+    // used.
     const auto all = store.List();
     if (!all.ok()) return;
     const CheckpointListing* best = nullptr;
@@ -323,8 +326,8 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
   return priors;
 }
 
-// Decides the mtimes. If the index of a prior is damaged, the records are made from its manifests.
-// If these are damaged too, the prior counts as empty.
+// Decides the mtimes. If the index of a prior is damaged, the prior's records are taken from its
+// manifests. If these are damaged too, the prior counts as empty.
 Status DecideAgainst(FileSystem& fs, std::span<const std::shared_ptr<OpenedCheckpoint>> priors,
                      std::int64_t now, Inventory& inventory) {
   std::vector<const CheckpointIndex*> indexes;
@@ -353,7 +356,8 @@ Status SyncBelow(FileSystem& fs, const Staging& staging, std::string_view folder
 
 }  // namespace
 
-// If the staging disappeared, that is reported as the cause of a failure: a rank aborted the save.
+// If the staging has disappeared, that is the cause of a failure: a rank has aborted the save. The
+// error then says this.
 Result<Store::Published> Store::Publish(const Staging& staging, const Inventory& coordinator,
                                         const PublishOptions& options) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(staging.name));
@@ -382,7 +386,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   TENSORMOUNT_RETURN_IF_ERROR(PrepareStaging(fs, staging, options.shared));
   if (options.if_exists == IfExists::kFail) TENSORMOUNT_RETURN_IF_ERROR(CheckFree(staging.name));
 
-  // The writers have sealed and synced their data files and manifests.
+  // The writers have already sealed and synced their data files, and synced their manifests.
   CommitRecord commit;
   std::optional<InventoryMerger> merger;
   merger.emplace(fs, JoinPath(staging.directory, kSpoolFile), options.rows_in_memory);
@@ -410,7 +414,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   }
   published.manifests_seconds = watch.Lap();
 
-  // The remaining files are small. Each is synced when it is written.
+  // The publish itself writes the remaining files, and each is synced when it is written.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string coordinator_manifest,
                                EncodeManifest(CoordinatorInventory(inventory), {}));
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -430,7 +434,8 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
       CommitRecord::Entry index_entry,
       CheckpointIndex::WriteSst(fs, inventory, pass, published.content_root, staging.directory,
                                 std::string(kIndexName)));
-  // Closes the temporary file: NFS gives an unlinked open file a name until it is closed.
+  // Closes the temporary file before directories are synced: NFS keeps an unlinked file under
+  // another name while it is open.
   merger.reset();
   published.index_seconds = watch.Lap();
 
@@ -458,8 +463,8 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
             [](const auto& a, const auto& b) { return a.name < b.name; });
   TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(
       JoinPath(staging.directory, store_paths::kCommitFile), EncodeCommit(commit)));
-  // After this, AbortOrDecide reads the uuid in COMMIT. A shared staging keeps its file UUID, so
-  // that it is still a shared staging after a crash.
+  // From here on, AbortOrDecide reads the uuid from COMMIT. A shared staging keeps its file UUID,
+  // so that after a crash it is still a shared staging.
   if (!options.shared) {
     TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(staging.directory, store_paths::kUuidFile)));
   }
@@ -477,7 +482,7 @@ Result<std::string> Store::MoveIntoPlace(const Staging& staging, IfExists if_exi
   const std::string to = CheckpointPath(staging.name);
   bool exchanged = false;
   for (int attempt = 0;; ++attempt) {
-    // Succeeds for an empty directory only, which CheckFree allows.
+    // RemoveDirectory removes only an empty directory, which does not take the name (CheckFree).
     if (store_moves::IsEmptyDirectory(fs, to)) (void)fs.RemoveDirectory(to);
     exchanged = if_exists == IfExists::kReplace && fs.Exists(to);
     if (exchanged && !fs.Exists(JoinPath(to, store_paths::kCommitFile)) && fs.Exists(to)) {
@@ -490,8 +495,8 @@ Result<std::string> Store::MoveIntoPlace(const Staging& staging, IfExists if_exi
     const Status moved =
         exchanged ? fs.Exchange(staging.directory, to) : fs.RenameNoReplace(staging.directory, to);
     if (moved.ok()) break;
-    // The result is determined from where the uuid is, because over NFS a successful rename may be
-    // reported as failed.
+    // Over NFS a successful rename may be reported as failed, so the location of the directory with
+    // this uuid decides.
     const store_moves::UuidLocation location = store_moves::Locate(fs, staging);
     if (location == store_moves::UuidLocation::kPublished) break;
     if (location == store_moves::UuidLocation::kAborted)
@@ -507,15 +512,15 @@ Result<std::string> Store::MoveIntoPlace(const Staging& staging, IfExists if_exi
     if (!again) return moved;
   }
   Status synced = fs.SyncMovedFolder(to, path_, JoinPath(path_, store_paths::kStagingFolder));
-  // The claim of the generation is made durable too, because it outlives the checkpoint.
+  // The claim of the generation must be durable, too, because it outlives the checkpoint.
   if (synced.ok()) synced = store_moves::SyncClaim(fs, path_, staging.generation);
   if (!synced.ok()) {
     return Status(Code::kUnknown,
                   "published, but a power failure may undo it: " + synced.message());
   }
   if (exchanged) {
-    // The replaced checkpoint is at the staging's path. The save is committed, so after a failure
-    // gc moves that checkpoint.
+    // The replaced checkpoint is now at the staging's path. If it cannot be moved to .trash, that
+    // is not an error, because the save is committed; gc moves it later.
     const Result<std::string> entry = store_moves::MoveToTrash(fs, path_, staging.directory, "");
     if (entry.ok()) {
       return JoinPath(store_paths::kTrashFolder,

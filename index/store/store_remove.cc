@@ -12,7 +12,7 @@
 namespace tensormount {
 namespace {
 
-// Longest wait for the lock. A prune of thousands of checkpoints finishes within this time.
+// Longest wait for the removal lock, enough for a prune of thousands of checkpoints.
 constexpr double kPruneLockSeconds = 10;
 
 }  // namespace
@@ -21,15 +21,15 @@ Status Store::Remove(std::string_view name, const RemoveOptions& options) const 
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
   if (!options.force) return RemoveUnpinned(std::string(name));
   TENSORMOUNT_RETURN_IF_ERROR(CheckExists(name).status());
-  // The lock is taken because gc could otherwise move the checkpoint back before its pins are
-  // removed.
+  // The lock keeps gc away, which could otherwise move the pinned checkpoint back before its pins
+  // are removed.
   const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
   const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
   std::string entry;
   TENSORMOUNT_RETURN_IF_ERROR(MoveAway(name, nullptr, &entry));
   if (!commit.ok()) return {};
-  // The pin would keep the data in .trash, so it is removed, unless a copy of the checkpoint has
-  // the same uuid.
+  // A pin would keep the data in .trash, so all pins of the checkpoint are removed. If another
+  // checkpoint of the store is a copy with the same uuid, they protect the copy and stay.
   const Uuid& uuid = commit.value().record.uuid;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
   for (const CheckpointListing& c : all) {
@@ -37,26 +37,29 @@ Status Store::Remove(std::string_view name, const RemoveOptions& options) const 
   }
   return pins::RemovePins(*fs_, path_, uuid)
       .status()
-      .WithContext("removed, but its pin could not be removed and keeps its data in .trash");
+      .WithContext(
+          "the checkpoint was removed, but its pin could not be removed and keeps the data in "
+          ".trash");
 }
 
 Status Store::RemoveUnpinned(const std::string& name) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   TENSORMOUNT_RETURN_IF_ERROR(CheckExists(name).status());
   TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
-  // A concurrent Pin waits for this lock until the checkpoint is removed or restored. If locks are
-  // not available, it only waits for a limited time.
+  // A concurrent Pin waits for this lock until the checkpoint is removed or moved back. On a
+  // filesystem without locks it waits for a limited time only.
   const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
   Status removed;
   for (int again = 0; again < 3; ++again) {
     TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
     const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
     if (!commit.ok()) {
-      // The read failed because of this process, or because the checkpoint was replaced.
+      // kResourceExhausted: this process lacks memory or descriptors. kStale: the checkpoint was
+      // replaced. Neither means that COMMIT is damaged.
       const bool again_maybe = commit.status().code() == Code::kResourceExhausted ||
                                commit.status().code() == Code::kStale;
       if (again_maybe) return commit.status();
-      // Without a readable uuid the checkpoint cannot be pinned.
+      // The uuid cannot be read, so only pins with this name could be checked (CheckUnpinned).
       std::string entry;
       return MoveAway(name, nullptr, &entry);
     }
@@ -68,7 +71,7 @@ Status Store::RemoveUnpinned(const std::string& name) const {
     const Removal removal = RemoveUnlessHeld(name, commit.value().record.uuid, holds);
     if (removal.held) return pins::Refusal(CheckpointPath(name), *removal.held);
     removed = removal.status;
-    // kStale: another checkpoint has the name now. That one is removed instead.
+    // kStale: another checkpoint has the name now, and the next attempt removes it.
     if (removed.code() != Code::kStale) return removed;
   }
   return removed;
@@ -91,14 +94,15 @@ Store::Removal Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid,
     const std::string below = entry.empty() ? std::string() : entry.substr(path_.size() + 1);
     return {.status = moved, .entry = below};
   }
-  const Status back = entry.empty() ? Status(Code::kNotFound, "its new name in .trash is unknown")
-                                    : store_moves::PutBack(*fs_, path_, std::string(name), entry);
+  const Status back =
+      entry.empty() ? Status(Code::kNotFound, "the new name of the checkpoint in .trash is unknown")
+                    : store_moves::PutBack(*fs_, path_, std::string(name), entry);
   const auto here = [&] {
     const auto commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
     return commit.ok() && commit.value().record.uuid == uuid;
   };
-  // kNotFound: gc has already moved the checkpoint back, or has deleted it. If it was deleted, Pin
-  // reports that to its caller.
+  // kNotFound: gc has already moved the checkpoint back, or has deleted it. If it was deleted, the
+  // concurrent call of Pin returns an error.
   if (back.code() == Code::kNotFound && !entry.empty() && !here()) {
     return {.status = moved};
   }
@@ -132,15 +136,15 @@ Result<FileInfo> Store::CheckExists(std::string_view name) const {
   return info;
 }
 
-// Moves a checkpoint to .trash, if `only` is null or its uuid. Sets `entry` to its path there;
-// empty if that is unknown.
+// Moves a checkpoint to .trash; if `only` is not null, only a checkpoint with this uuid. Sets
+// `entry` to its path there; empty if the path is unknown.
 Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* entry) const {
   entry->clear();
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   const std::string directory = CheckpointPath(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, CheckExists(name));
   const auto replaced = [&] {
-    return Status(Code::kStale, directory + ": it was replaced by another checkpoint");
+    return Status(Code::kStale, directory + ": the checkpoint was replaced by another one");
   };
   if (only != nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit,
@@ -152,8 +156,8 @@ Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* ent
   const Status moved = went.status();
   if (went.ok()) *entry = went.value();
   if (!moved.ok()) {
-    // The result is determined from where the directory is, because over NFS a successful rename
-    // may be reported as failed.
+    // Over NFS a successful rename may be reported as failed, so the location of the directory
+    // decides.
     const Result<FileInfo> still = fs_->LinkStat(directory);
     if (still.ok() && still.value().device == info.device && still.value().inode == info.inode) {
       return moved;
@@ -162,8 +166,9 @@ Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* ent
       return Status(Code::kUnknown, "cannot tell whether " + directory + " was removed: " +
                                         moved.message() + "; run `tensormount fsck " + path_ + "`");
     }
-    // The directory left its name. Either our rename moved it, or another process moved it first
-    // (kNotFound), which then reports success.
+    // The directory is no longer at its name: our rename moved it although an error was reported,
+    // or another process moved it first (kNotFound). In the second case the other process reports
+    // success.
     if (moved.code() == Code::kNotFound) {
       return Status(Code::kNotFound, directory + ": no such checkpoint");
     }
@@ -173,8 +178,8 @@ Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* ent
   if (only != nullptr && went.ok()) {
     const Result<Uuid> there = store_moves::ReadFolderUuid(*fs_, *entry);
     if (there.ok() && there.value() != *only) {
-      // The checkpoint was replaced just before the rename, so the wrong one was moved. It is moved
-      // back, unless the name has a newer checkpoint by now.
+      // Another checkpoint got the name just before the rename, so the wrong one was moved. It is
+      // moved back, unless the name is taken again.
       const Status back = store_moves::PutBack(*fs_, path_, std::string(name), *entry);
       return back.ok() ? replaced() : back;
     }

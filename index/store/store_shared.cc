@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stagings that mounts share (docs/format.md, "Staging of mounts"), a part of Store of store.h. The
-// writers have only the directory in common, so they use a lock file instead of communication
-// between ranks.
+// mounts have only the directory in common and do not communicate, so they use a lock file.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -17,8 +16,8 @@ namespace {
 
 constexpr std::uint64_t kMaxSharedFileBytes = 64 * 1024;
 
-// The content of staging.json: data about a save that a library save keeps in the memory of rank 0.
-// It is on disk because any process may continue or publish the staging.
+// The content of staging.json: the data that rank 0 keeps in memory during a library save. They are
+// on disk here, because any process may continue or publish the staging.
 std::string EncodeShared(const Staging& staging) {
   nlohmann::ordered_json json;
   json["name"] = staging.name;
@@ -26,7 +25,8 @@ std::string EncodeShared(const Staging& staging) {
   json["generation"] = staging.generation;
   json["parent"] = staging.parent.ToString();
   json["parent_name"] = staging.parent_name;
-  // Bytes that are not UTF-8 are replaced. The parent's name is only a hint where to find its uuid.
+  // Bytes that are not UTF-8 are replaced. This does no harm, because the parent's name is only a
+  // hint where to find the parent's uuid.
   return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
@@ -66,8 +66,8 @@ Result<SweptShared> SweepShared(FileSystem& fs, const std::string& directory, bo
   if (!fs.Exists(mark)) return swept_files;
   const auto sweep = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
-    // COMMIT must belong to this staging. The COMMIT of another checkpoint would list none of the
-    // files here, and all would be deleted.
+    // COMMIT must belong to this staging: another checkpoint's COMMIT would list none of the files
+    // here, so all of them would be deleted.
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, fs.ReadFile(mark, kMaxSharedFileBytes));
     Staging staging;
     TENSORMOUNT_RETURN_IF_ERROR(DecodeShared(text, mark, staging));
@@ -95,7 +95,8 @@ Result<SweptShared> SweepShared(FileSystem& fs, const std::string& directory, bo
       swept_files.data_files.push_back(name);
     }
     if (dry_run) return Status();
-    // Deletions are made durable before staging.json, the mark of leftovers, is removed.
+    // Deletions are made durable before staging.json is removed, because without it gc would not
+    // sweep again.
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(directory, "data")));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(directory));
     return fs.RemoveFile(mark);
@@ -113,7 +114,7 @@ Result<Staging> Store::BeginShared(const std::string& name,
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
   const std::string staging_folder = JoinPath(path_, store_paths::kStagingFolder);
   const std::string directory = JoinPath(staging_folder, name);
-  // A cheap check for the common case. The rename below decides.
+  // A cheap check for the common case; RenameNoReplace below decides.
   if (fs.Exists(directory)) return Status(Code::kAlreadyExists, directory + ": exists already");
   Staging staging;
   TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, IfExists::kFail, BaseChoice::kNone, {}, staging));
@@ -137,13 +138,14 @@ Result<Staging> Store::BeginShared(const std::string& name,
     TENSORMOUNT_RETURN_IF_ERROR(write(store_paths::kSharedFile, EncodeShared(staging)));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(temporary));
     TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(temporary, directory));
-    // The whole path is synced, including directories that other processes created, because files
-    // below it are synced later.
+    // All directories on the path are synced, even those that other processes created, because
+    // writers later sync only the files below them.
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging_folder));
     TENSORMOUNT_RETURN_IF_ERROR(store_moves::SyncClaim(fs, path_, staging.generation));
     return fs.SyncDirectory(path_);
   };
-  // Everything is created in a temporary directory, so that others see a complete staging or none.
+  // build() creates everything in a temporary directory, so that others see a complete staging or
+  // none.
   const Status built = build();
   if (built.ok()) return staging;
   (void)fs.RemoveTree(temporary);  // If this fails, gc removes it.
@@ -160,8 +162,10 @@ Result<Staging> Store::OpenShared(const std::string& name) const {
   const Result<std::string> text = fs_->ReadFile(path, kMaxSharedFileBytes);
   if (text.status().code() == Code::kNotFound) {
     if (!fs_->Exists(staging.directory)) return Status(Code::kNotFound, staging.directory);
-    return Status(Code::kUnsupported,
-                  staging.directory + ": a save through the library, not through a mount");
+    return Status(
+        Code::kUnsupported,
+        staging.directory +
+            ": the staging directory belongs to a save through the library, not through a mount");
   }
   if (!text.ok()) return text.status();
   TENSORMOUNT_RETURN_IF_ERROR(DecodeShared(text.value(), path, staging));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the reasons to keep entries of .trash. The uuid of an entry comes from its file UUID, or
-// else from COMMIT, and from the name only if neither has one: a process that moved an entry may
-// have died before it noticed that it moved the wrong directory (trash.h).
+// Finds the reasons to keep entries of .trash. The uuid of an entry comes from its file UUID or
+// from its COMMIT. The name of the entry is used only if neither has one, because the name may be
+// wrong: a process that moved the wrong directory may have died before it corrected the name.
 #include "index/store/trash.h"
 
 #include <optional>
@@ -54,8 +54,8 @@ Result<Hold> FindHold(FileSystem& fs, const std::string& store, const std::strin
     add("it is " + pins::Describe(*pin));
     kept.back_to = pin->name;
   }
-  // A damaged BASE is ignored: after a power failure the BASE of a finished save may be empty. A
-  // running save has its base open, which the lock on COMMIT shows.
+  // A damaged BASE is ignored: after a power failure the BASE of a finished save may be empty. This
+  // is safe, because a running save has its base open, and gc then cannot lock the base's COMMIT.
   const auto bases = pins::ReadBases(fs, store);
   if (!bases.ok() && bases.status().code() != Code::kDataLoss) return bases.status();
   if (bases.ok()) {
@@ -63,7 +63,7 @@ Result<Hold> FindHold(FileSystem& fs, const std::string& store, const std::strin
       add("a running save reuses its files: " + base->second);
     }
   }
-  // Called only if needed, because COMMIT is large in checkpoints of many ranks.
+  // Reads COMMIT, which is large in checkpoints of many ranks, so it is called only if needed.
   const auto published = [&] { return store_moves::ReadCommit(fs, path).ok(); };
   const bool aborted = entry.find(store_paths::kAbortedSuffix) != std::string::npos;
   if (lies.ok() && named && lies.value() != *named && !aborted && published()) {
@@ -73,7 +73,7 @@ Result<Hold> FindHold(FileSystem& fs, const std::string& store, const std::strin
   }
   if (kept.why.empty()) return kept;
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool stands, HasCheckpoint(fs, store, *uuid));
-  // A checkpoint of the store has this uuid. The pin or save needs that one, not this entry.
+  // The pin or save needs the checkpoint in the store, not this second copy.
   if (stands) return Hold();
   if (!published() || !CheckCheckpointName(kept.back_to).ok()) kept.back_to.clear();
   return kept;
@@ -89,7 +89,7 @@ Result<bool> MoveBack(FileSystem& fs, const std::string& store, const std::strin
   const std::string trash = JoinPath(store, store_paths::kTrashFolder);
   const std::string path = JoinPath(trash, entry);
   TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, store_moves::ReadCommit(fs, path));
-  // If several entries have this uuid, one may be damaged, so the user must choose.
+  // If several entries have this uuid, one may be damaged, so the user must choose one.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(trash));
   for (const DirectoryEntry& e : entries) {
     if (e.name == entry || e.kind != FileKind::kDirectory) continue;

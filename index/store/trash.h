@@ -17,21 +17,22 @@ namespace tensormount::trash {
 // A reason to keep an entry of .trash.
 struct Hold {
   std::string why;      // Empty: nothing needs the entry.
-  std::string back_to;  // Its name in the store; empty: unknown.
+  // The checkpoint's name in the store before it was moved to .trash; empty: unknown.
+  std::string back_to;
 };
 
-// The reason why STORE/.trash/ENTRY must stay. One reason is that a pin or a running save needs the
-// checkpoint, which exists nowhere else. The other is that the entry contains another checkpoint
-// than its name says, because a removal was interrupted. The checkpoint's uuid is read from the
-// entry's files (ReadFolderUuid); if they have none, it is taken from the entry's name. Fails if
-// the reasons cannot be determined.
+// Returns the reason why STORE/.trash/ENTRY must stay. There are two: a pin or a running save needs
+// the checkpoint, which exists nowhere else; or an interrupted removal moved another checkpoint
+// here than the entry's name says. The checkpoint's uuid is read from the entry's files
+// (ReadFolderUuid), or taken from the entry's name if no file has it. Fails if this cannot be
+// determined.
 Result<Hold> FindHold(FileSystem& fs, const std::string& store, const std::string& entry,
                       std::int64_t now);
 
 // Moves an entry back to its name in the store. Returns false, and leaves the entry in place, if
 // the name is unknown or taken, or if another entry of .trash has the same checkpoint. Takes the
-// removal lock; also returns false if the lock is not free, because a running removal may be about
-// to move the entry back.
+// removal lock; also returns false if the lock is not free (a running removal may be about to move
+// the entry back) or if the filesystem has no locks.
 Result<bool> MoveBack(FileSystem& fs, const std::string& store, const std::string& entry,
                       const Hold& kept);
 

@@ -26,16 +26,17 @@ opens it, and the first array or tensor imports NumPy, ml_dtypes or torch.
 
 from __future__ import annotations
 
-# Not typing.TYPE_CHECKING: importing typing would take most of this module's import time. Checkers know the name.
+# Not imported from typing, because that import would take most of this module's import time. Type checkers know the
+# name and treat it as true.
 TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
-# Modules over another package, which has the same name and is imported with them.
+# Plug-ins: modules that have the name of another package and import it.
 _PLUGINS = ("accelerate", "fsspec", "lightning", "megatron", "olmo", "torchtitan", "transformers")
 
-# Public name to the module that defines it, which is imported at the first use of the name. New names go
-# here and into the imports for checkers below.
+# Maps each public name to the module that defines it. A module is imported when one of its names is first used. New
+# names go here and into the imports for type checkers below.
 _NAMES = {
     "Checkpoint": "_checkpoint",
     "Tensor": "_checkpoint",
@@ -74,7 +75,7 @@ _NAMES = {
     "Flat": "_held",
     "Shards": "_held",
     "boxes": "_boxes",
-    "testing": "testing",  # This and the next ones are modules.
+    "testing": "testing",  # The names from here to the plug-ins are modules.
     "torch": "torch",
     **{name: name for name in _PLUGINS},
     "enable_mapping_guard": "_abi",
@@ -192,8 +193,8 @@ if TYPE_CHECKING:
         UnsupportedIndexError as UnsupportedIndexError,
     )
 
-# A star import leaves out `open`, which would hide the builtin, `torch` and the plug-ins, which would import
-# what has their name and hide it, and `testing`.
+# A star import omits `open`, which would hide the builtin, and `testing`. It omits `torch` and the plug-ins, too: they
+# would import the package of the same name, and hide it in the importing module.
 __all__ = sorted(name for name in _NAMES if name not in ("open", "testing", "torch", *_PLUGINS)) + ["__version__"]
 
 

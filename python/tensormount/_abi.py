@@ -44,7 +44,7 @@ def _end(ended: list[bool] = ended) -> None:
 _library: Optional[Any] = None
 _mpi: Optional[Any] = None
 _path: Optional[str] = None
-_lock = RLock()  # Reentrant: a signal handler may interrupt the code that it guards.
+_lock = RLock()  # Reentrant: a signal handler may need the lock while the code that it interrupts holds it.
 
 
 def bundled() -> str:
@@ -161,7 +161,7 @@ def library_version() -> str:
     return text.decode()
 
 
-# First words of the message about keys (library) and plain values (this package) that are not stored.
+# First words of messages about keys (from the library) and plain values (from this package) that are not stored.
 NOT_STORED = "asked for, but not stored: "
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plug-ins for Accelerate and the Hugging Face Trainer have in common: the whole state of a training run as
-one checkpoint.
+"""The common code of the plug-ins for Accelerate and the Hugging Face Trainer: it stores the whole state of a training
+run as one checkpoint.
 
     model, optim, model_1, ...   state dicts, replicated on all ranks, or sharded (FSDP2)
     extra                        state dicts of rank 0: schedulers, objects of the program
@@ -28,14 +28,14 @@ from tensormount.torch import _train
 
 _FILES = "files/"
 _RANK_FILES = "rank_files"
-_BESIDE = "beside"  # In the metadata: which checkpoint of the framework itself was in the directory.
+_BESIDE = "beside"  # Metadata name of the hash (`Archive.beside`) of the framework's own checkpoint in the directory.
 
 # A model, its optimizers, and whether parameters without gradients are left out.
 Sharded = tuple[Any, Sequence[Any], bool]
 
 
 class Content(NamedTuple):
-    """What one rank saves; see above."""
+    """The values that one rank saves. The docstring of this module lists their names in the checkpoint."""
 
     replicated: dict[str, Any]
     extra: dict[str, Any]
@@ -45,11 +45,11 @@ class Content(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What one rank has loaded. The model and optimizers of `Sharded` are loaded in place, and not in `state`."""
+    """The values that one rank has loaded. Models and optimizers of `Sharded` are loaded in place, not in `state`."""
 
     state: dict[str, Any]
     files: dict[str, bytes]
-    rank_files: dict[str, bytes]  # Those of rank 0, and above them its own.
+    rank_files: dict[str, bytes]  # The files of rank 0, except those of which this rank has its own.
 
 
 class Archive:
@@ -61,11 +61,11 @@ class Archive:
     def __init__(
         self, places: _plugins.Places, background: bool, beside: Callable[[str], str], options: Mapping[str, Any]
     ) -> None:
-        _save.read_options(**options)  # Raises errors of the options now.
+        _save.read_options(**options)  # Wrong options raise here, not at the first save.
         self.places = places
         self._background = bool(_save.flag("background", background))
         self._beside = beside
-        # As the frameworks do, rank 0's copy of what differs is saved, but with a warning.
+        # If replicated values differ between ranks, rank 0's are saved, as by the frameworks, but with a warning.
         self._options: dict[str, Any] = {"replace": True, "replicas": "warn", **options}
         self._job: Optional[_save.SaveJob] = None
         self._finish: Optional[Callable[[], None]] = None
@@ -153,7 +153,7 @@ class Archive:
         options   of torch.load, for values that tensormount.save cannot store.
         only      parts of the state dict ("extra"); None: all but what `sharded` loads.
         current   a state dict whose DTensors are filled in place.
-        then      called before ranks agree that all have read their files: an error in it is one of all ranks.
+        then      called before the ranks agree that all have read their files; an error in it fails all ranks.
         """
         group = self._group()
         request: Any = {}
@@ -234,7 +234,7 @@ def scratch(files: Mapping[str, bytes] = {}) -> Iterator[Folder]:  # noqa: B006
 
 def _packed(content: Content, rank: int) -> tuple[Any, dict[str, bytes]]:
     """The state dict that this rank saves, and values that are objects. Ranks other than 0 have only tensors of which
-    they write a part, without a structure, so that what they have besides is never mixed with rank 0's."""
+    they write a part, without a structure, so that their other values are never mixed with rank 0's."""
     whole: dict[str, Any] = dict(content.replicated)
     if content.sharded is not None:
         model, optimizers, ignore_frozen = content.sharded

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Dims = Tuple[int, ...]
 
-# ("shard", axis), ("strided", axis, split_factor), ("replicate",), ("partial", text) or ("unknown", text).
-# Axes may be negative.
+# One of ("shard", axis), ("strided", axis, split_factor), ("replicate",), ("partial", text) and ("unknown", text). Axes
+# may be negative.
 Placement = Tuple[Any, ...]
 
 # [begin, end) of one axis.
@@ -130,14 +130,14 @@ def placement_boxes(
         elif kind in ("shard", "strided"):
             axis = placement[1] + rank if placement[1] < 0 else placement[1]
             if not 0 <= axis < rank:
-                raise LayoutError(f"sharded along axis {placement[1]}, but the tensor has {rank} axes")
+                raise LayoutError(f"the placement shards axis {placement[1]}, but the tensor has only {rank} axes")
             split_factor = placement[2] if kind == "strided" else 0
             if kind == "strided" and split_factor < 1:
                 raise LayoutError(f"the split factor {split_factor} is less than 1")
             cuts[axis].append((split_factor, pieces, piece))
         elif kind == "partial":
             raise UnsupportedError(
-                f"{placement[1]} on axis {where} of the mesh: the ranks hold partial sums, not elements "
+                f"the placement {placement[1]} on axis {where} of the mesh: the ranks hold partial sums, not elements "
                 "of the tensor; redistribute the DTensor first"
             )
         else:

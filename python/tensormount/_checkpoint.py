@@ -176,7 +176,7 @@ class Checkpoint:
         mine = Checkpoint(self._path, roots=self._roots)
         if mine._uuid != self._uuid:
             raise StaleError(
-                f"{self._path}: was replaced by another checkpoint after process "
+                f"{self._path}: the checkpoint was replaced by another one after process "
                 f"{inherited.process}, which forked this one, had opened it"
             )
         handle = mine._handle
@@ -272,7 +272,7 @@ class Checkpoint:
         return len(self._keys)
 
     def __bool__(self) -> bool:
-        return True  # Without it Python would call len(), which lists the keys.
+        return True  # Without __bool__ Python would call len(), which lists the keys.
 
     def get(self, key: str, default: Any = None) -> Any:
         """The tensor of that key, or `default`."""
@@ -573,7 +573,7 @@ class Tensor:
     def __init__(self, checkpoint: Checkpoint, key: str) -> None:
         name = _encode(key)
         found = _abi.TensorInfo(struct_size=ctypes.sizeof(_abi.TensorInfo))
-        handle = checkpoint._opened()  # A reference until the library has returned.
+        handle = checkpoint._opened()  # The reference keeps the handle until the library has returned.
         status = checkpoint._lib.tm_checkpoint_tensor(handle.address, name, _addressof(found))
         if status:
             _abi.fail(status, _LOOKUP_ERRORS, key)
@@ -586,7 +586,7 @@ class Tensor:
         self._digest: Optional[int] = found.digest if found.has_digest else None
         self._numpy: Any = None
         self._large: bool = found.bytes > _reads.PART_BYTES
-        self._stop: Sequence[bool] = ()  # Not empty: large reads end at their next part.
+        self._stop: Sequence[bool] = ()  # Not empty: large reads end before their next part.
 
     # ---- Properties --------------------------------------------------------------------------
 
@@ -638,11 +638,11 @@ class Tensor:
 
     def __len__(self) -> int:
         if not self._shape:
-            raise TypeError("len() of a tensor without axes")
+            raise TypeError("a tensor without axes has no len()")
         return self._shape[0]
 
     def __bool__(self) -> bool:
-        return True  # Reads nothing.
+        return True  # Without __bool__ Python would call len(), which fails for a tensor without axes.
 
     def __repr__(self) -> str:
         return f"<tensormount.Tensor {self._key!r}: {self._row.name} {list(self._shape)}>"
@@ -726,7 +726,7 @@ class Tensor:
         _, extent, steps, shape, scalar = plan
         out = _dtypes.numpy_empty(extent, dtype)
         if out.size:
-            # from_buffer is five times as fast, but does not accept types of ml_dtypes.
+            # from_buffer is five times as fast as __array_interface__, but does not accept types of ml_dtypes.
             self._fill(
                 plan,
                 out.__array_interface__["data"][0] if self._row.ml else _addressof(_byte_of(out)),
@@ -785,7 +785,7 @@ class Tensor:
         if offset < 0 or size < 0 or offset + size > self._nbytes:
             raise OutOfRangeError(
                 f"{self._key}: bytes [{offset}, {offset + size}) are out of range: the tensor has "
-                f"{self._nbytes}"
+                f"{self._nbytes} bytes"
             )
         memory = ctypes.create_string_buffer(max(size, 1))
         checkpoint = self._checkpoint
@@ -809,7 +809,7 @@ class Tensor:
     def __iter__(self) -> Iterator[Any]:
         """Iterates over the rows; each is read when it is reached."""
         if not self._shape:
-            raise TypeError("iteration over a tensor without axes")
+            raise TypeError("a tensor without axes cannot be iterated over")
         for row in range(self._shape[0]):
             yield self[row]
 
@@ -845,7 +845,7 @@ class Tensor:
         if plan.steps is not None or plan.shape[-1:] != plan.extent[-1:]:
             raise UnsupportedError(f"{self._key}: f4 elements are read in pairs along the last axis, without steps")
         _dtypes.torch_dims(self._row, tuple(plan.begin))
-        # As bytes, because many operations of torch do not support the dtype.
+        # Read as uint8, because many operations of torch do not support the f4 dtype.
         out = torch.empty(_dtypes.torch_dims(self._row, tuple(plan.extent)), dtype=torch.uint8)
         if out.numel():
             self._fill(plan, out.data_ptr())
@@ -872,7 +872,7 @@ class Tensor:
             return array.__dlpack__()  # NumPy before 2.1 takes no options.
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)  # kDLCPU
+        return (1, 0)  # The device type kDLCPU, device 0.
 
     def _fill(self, plan: _index.Plan, address: int,
               strides: Optional[tuple[int, ...]] = None, cut: bool = True) -> None:
@@ -880,7 +880,7 @@ class Tensor:
             self._fill_parts(plan, address, strides)
             return
         checkpoint = self._checkpoint
-        handle = checkpoint._handle  # A reference until the library has returned.
+        handle = checkpoint._handle  # The reference keeps the handle until the library has returned.
         if handle is None or handle.process != _getpid():
             handle = checkpoint._opened()
         try:
@@ -924,7 +924,7 @@ class _Mapping:
 
     def __init__(self, checkpoint: Checkpoint, tensor: Tensor, offset: int, size: int) -> None:
         lib = checkpoint._lib
-        self._handle = checkpoint._opened()  # Stays open after close() of the checkpoint.
+        self._handle = checkpoint._opened()  # Stays open even if the checkpoint is closed.
         out = ctypes.c_void_p()
         status = lib.tm_checkpoint_map(
             self._handle.address, tensor._name, offset, size, _addressof(out)
@@ -937,7 +937,7 @@ class _Mapping:
             "version": 3,
             "shape": (size,),
             "typestr": "|u1",
-            # If the address is 0 (an empty mapping), NumPy allocates writable memory instead.
+            # With address 0 (an empty mapping) NumPy would allocate writable memory, so another address is given.
             "data": (lib.tm_mapping_data(out.value) or id(self), True),
         }
 
@@ -947,7 +947,7 @@ def _reopen(
 ) -> Checkpoint:
     opened = kind(path, roots=roots)
     if opened.uuid != uuid:
-        raise StaleError(f"{path}: was replaced by another checkpoint after it was pickled")
+        raise StaleError(f"{path}: the checkpoint was replaced by another one after it was pickled")
     return opened
 
 

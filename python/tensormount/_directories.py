@@ -17,8 +17,8 @@ from tensormount.errors import Error, NotFoundError, PermissionDeniedError
 
 
 def find(places: _plugins.Places, directory: str) -> Optional[str]:
-    """The path of the checkpoint of tensormount that belongs to a directory; None: there is none. With a store that
-    can also be one that was saved without the store."""
+    """The path of the checkpoint of tensormount that belongs to a directory; None: there is none. If `places` has a
+    store, a checkpoint in the directory itself, saved earlier without the store, is found, too."""
     for path in (places.checkpoint(directory), os.path.join(directory, _plugins.STATE)):
         if os.path.lexists(path):
             return path
@@ -37,7 +37,7 @@ def remove(places: _plugins.Places, directory: str) -> None:
             with contextlib.suppress(NotFoundError):  # Rules of the store have removed it, or there was none.
                 Store(places.store).remove(os.path.basename(places.checkpoint(directory)))
                 free(places, directory)
-        # Under another name first: what is half removed must not be taken for a checkpoint.
+        # The directory is renamed first, so that a half-removed one is never taken for a checkpoint.
         aside = sibling(directory)
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(directory, aside)
@@ -58,7 +58,7 @@ def free(places: _plugins.Places, directory: str) -> None:
         if places.store is not None:
             Store(places.store).gc()
         else:
-            Store(directory).gc(grace=0)  # It has this one checkpoint.
+            Store(directory).gc(grace=0)  # Such a store has only this checkpoint.
     except Error as error:
         log.warning("%s: the space of replaced or removed checkpoints is not freed: %s", directory, error)
 
@@ -69,7 +69,7 @@ def is_directory(path: str) -> bool:
 
 
 def sibling(directory: str) -> str:
-    """A path beside the directory, for what is not complete. Frameworks find checkpoints by parts of their names, so
-    it has none of them."""
+    """A path beside the directory, for incomplete data. Frameworks find checkpoints by parts of directory names, so
+    this name contains no part of the directory's name."""
     folder, name = os.path.split(directory)
     return os.path.join(folder, f".tm-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}")

@@ -116,7 +116,7 @@ def numpy_view(memory: Any, dtype: Any) -> Any:
     return numpy.asarray(memory).view(dtype)
 
 
-# torch has no dtype with one f4 element; this one has two in a byte, along the last axis.
+# torch has no dtype with one f4 element. An element of this dtype is a byte with two, along the last axis.
 _PAIRS_OF_F4 = "float4_e2m1fn_x2"
 
 

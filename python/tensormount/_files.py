@@ -97,7 +97,7 @@ class Files:
             end = file._size if end is None else min(end, file._size)
             out = bytearray(max(0, end - begin))
             if out and file._read_at(begin, memoryview(out)) != len(out):
-                raise EOFError(f"{path}: ends before byte {end}")
+                raise EOFError(f"{path}: the file ends before byte {end}")
         return bytes(out)
 
     def __iter__(self) -> Iterator[str]:
@@ -142,7 +142,7 @@ class _RawFile(io.RawIOBase):
         if base is None:
             raise ValueError(f"whence {whence}: must be 0, 1 or 2")
         if base + offset < 0:
-            raise ValueError(f"{self.name}: seek to {base + offset}, which is negative")
+            raise ValueError(f"{self.name}: seek to position {base + offset}, which is negative")
         self._at = base + offset
         return self._at
 
@@ -157,7 +157,7 @@ class _RawFile(io.RawIOBase):
     def _read_at(self, offset: int, view: memoryview) -> int:
         handle = self._handle
         if handle is None:
-            raise ValueError(f"{self.name}: is closed")
+            raise ValueError(f"{self.name}: the file is closed")
         if offset >= self._size or len(view) == 0:
             return 0
         got = ctypes.c_size_t()

@@ -30,7 +30,7 @@ from tensormount.errors import (
 )
 
 _sequences: dict[str, itertools.count[int]] = {}
-# Reentrant: a signal handler may interrupt the code that it guards.
+# Reentrant: a signal handler may need the lock while the code that it interrupts holds it.
 _lock = threading.RLock()
 
 
@@ -129,7 +129,7 @@ class Group:
         self._open: Optional[_Handle] = _Handle(address, lib.tm_communicator_free, owner)
         self._kind = kind
         self._process = os.getpid()
-        self._savers: weakref.WeakSet[Any] = weakref.WeakSet()  # Closed before the group (_saver.py).
+        self._savers: weakref.WeakSet[Any] = weakref.WeakSet()  # They are closed before the group (_saver.py).
         self._rank = int(lib.tm_communicator_rank(address))
         self._size = int(lib.tm_communicator_size(address))
         self._ended = _abi.ended
@@ -242,7 +242,8 @@ class Group:
         ranks = distributed.get_process_group_ranks(
             distributed.group.WORLD if group is None else group
         )
-        # Named by its ranks: PyTorch's name of a group differs between ranks that are members of other groups.
+        # The name is made of the ranks, because PyTorch's name of a group differs between ranks that are members of
+        # other groups.
         name = "all" if group is None else "-".join(map(str, ranks))
         if len(name) > 200:
             import hashlib
@@ -288,7 +289,7 @@ class Group:
         host, port = _meeting_point(found)
         from datetime import timedelta
 
-        # torchrun's agent already serves a store there; otherwise rank 0 does.
+        # torchrun's agent already serves a store at this address; without the agent rank 0 serves one.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = distributed.TCPStore(
             host,
@@ -472,7 +473,7 @@ class _HostCallbacks:
     def _failed(error: Exception) -> int:
         from tensormount._jobs import log
 
-        log.error("group over callbacks: a callback failed: %s: %s", type(error).__name__, error)
+        log.error("a callback of the group raised an exception: %s: %s", type(error).__name__, error)
         return -1
 
 
@@ -484,7 +485,8 @@ class Launched(NamedTuple):
     names: str
 
 
-# A batch script is not a task but has SLURM_PROCID and SLURM_NTASKS, too, so a variable of a step is needed.
+# For srun a variable that only steps have is needed (SLURM_STEP_NUM_TASKS): a batch script is not a task, but has
+# SLURM_PROCID and SLURM_NTASKS, too.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -540,7 +542,7 @@ def _meeting_point(found: Launched) -> tuple[str, int]:
         host = os.environ.get("MASTER_ADDR") or _first_host(nodes)
         step = os.environ.get("SLURM_STEP_ID", "0")
         number = 31 * _number("SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)
-        # Above the ports of services, below the ephemeral ports.
+        # A port from 12000 to 29999: above the ports of services, below the ephemeral ports.
         return host, _number("MASTER_PORT") if "MASTER_PORT" in os.environ else 12000 + number % 18000
     raise UnsupportedError(
         f"the environment has {found.names}, but no {' and no '.join(missing)}: set "
@@ -618,7 +620,7 @@ def _exchange(
             for key in (f"{prefix}/all", f"{prefix}/read"):
                 store.delete_key(key)
         if len(found) != size + 1:
-            raise StaleError(f"torch's key-value store has the addresses of {len(found) - 1} ranks, not of {size}")
+            raise StaleError(f"torch's key-value store has the addresses of {len(found) - 1} ranks instead of {size}")
         return bytes.fromhex(found[0]), found[1:]
     addresses = [own]
     for other in range(1, size):
@@ -685,7 +687,7 @@ class _DirectoryStore:
     def add(self, key: str, amount: int) -> int:
         """Counts the calls for a key, by one file for each call."""
         assert amount == 1
-        # Not by `set`: other processes would count its temporary file, and the one that reaches the full
+        # Does not use `set`: other processes would count its temporary file, and the process that reaches the full
         # count would delete it.
         mark = self._path(f"{key}/{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}")
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -739,5 +741,5 @@ class _MpiSession:
             return  # MPI belongs to the parent of a forked child.
         jobs = sys.modules.get("tensormount._jobs")
         if jobs is not None:
-            jobs.end_all()  # Saves under way need MPI.
+            jobs.end_all()  # Saves under way need MPI, so they end first.
         self.lib.tm_mpi_free(self.address)

@@ -41,7 +41,7 @@ def _numbers(values: Any) -> Tuple[int, ...]:
     try:
         return tuple(map(operator.index, values))
     except TypeError:
-        raise LayoutError(f"{values!r}: a number for each axis was expected") from None
+        raise LayoutError(f"{values!r}: expected a sequence with one integer for each axis") from None
 
 
 class Shards:
@@ -84,7 +84,7 @@ class Shards:
                 raise LayoutError(f"a part of Shards is (begin, data) or (begin, data, replica), not {part!r}")
         self.parts: List[Part] = [self._part(*part) for part in parts]
         if not self.parts:
-            # This rank would not mention the tensor at all.
+            # Without parts, the tensor would be missing in this rank's part of the save.
             raise LayoutError("Shards has no parts: pass an empty part, or leave the key out")
 
     def _part(
@@ -93,14 +93,14 @@ class Shards:
         if not (replica is None or isinstance(replica, str)) or replica not in _REPLICAS:
             raise LayoutError(f"replica={replica!r}: must be \"main\", \"copy\" or None")
         if not hasattr(data, "shape"):
-            raise LayoutError(f"a part of Shards: {type(data).__name__} is not an array or a tensor")
+            raise LayoutError(f"a part of Shards must be an array or a tensor, not {type(data).__name__}")
         held = tuple(map(int, data.shape))
         flat: Optional[Flat] = None
         begin: Tuple[int, ...]
         if isinstance(where, Flat):
             flat = Flat(operator.index(where.first), _numbers(where.begin), _numbers(where.extent))
             if len(held) != 1 or not 0 <= flat.first <= math.prod(flat.extent) - held[0]:
-                raise LayoutError(f"{flat}: an array of shape {held} is not a run of elements of this box")
+                raise LayoutError(f"{flat}: the data of shape {held} are not a run of elements of this box")
             begin, extent = flat.begin, flat.extent
         else:
             begin, extent = _numbers(where), held

@@ -11,7 +11,7 @@ from typing import Optional
 
 # The most keys that a hint compares with the missing key.
 _MAX_COMPARED = 32
-# The most first parts of keys ("model", "optim") that are tried with the missing key.
+# The most first parts ("model", "optim") of stored keys that are tried with the missing key.
 _MAX_PREFIXES = 8
 _MAX_KEY_LENGTH = 256
 # A larger index is not listed for a hint. An index has about 300 bytes for each key.

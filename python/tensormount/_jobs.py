@@ -30,7 +30,7 @@ from tensormount.errors import (
 
 log = logging.getLogger("tensormount")
 
-# The longest wait within one call of the library. Signal handlers run between two calls.
+# The longest wait within one call of the library, in milliseconds. Signal handlers run between two calls.
 _SLICE_MS = 50
 # Seconds that the end of the process waits for cancelled jobs.
 _CANCEL_SECONDS = 10.0
@@ -39,8 +39,8 @@ EXIT_WAIT = 600.0
 # Default of `liveness`, in seconds.
 _LIVENESS = 30.0
 
-# This module has no locks. A signal handler or finalizer may interrupt a thread at any point and use the same
-# job: a plain lock would deadlock, and a reentrant lock would show it half a change. Shared containers are
+# This module has no locks. A signal handler or finalizer may interrupt a thread at any point and use the same job: with
+# a plain lock it would deadlock, and with a reentrant lock it would see a half-made change. Shared containers are
 # changed only by single atomic operations (append, pop, remove), so that at most one thread gets an object.
 
 _pin = ctypes.pythonapi.Py_IncRef
@@ -225,7 +225,8 @@ class Job:
     _fd_function = ""
     _cancel_function = ""
     _free_function = ""
-    # Reports that the library no longer uses the tensors; "": it uses them until the verdict.
+    # Name of the function that reports whether the library no longer uses the tensors; "": it uses them until the
+    # verdict.
     _staged_function = ""
     _staged_fd_function = ""
     # Status to exception class, for statuses with a narrower meaning.
@@ -381,12 +382,12 @@ class Job:
     def _poll(self, most_ms: int) -> bool:
         """Waits for at most `most_ms`, takes the verdict if the job has ended, and returns whether it was taken."""
         if self._done:
-            self._state.end()  # An exception may have ended `_take` before this.
+            self._state.end()  # `_take` may have been ended by an exception before it called end().
             return True
         self._check_process()
         self._state.release()
         done = ctypes.c_int32()
-        # Several threads may wait at the same time.
+        # Several threads may be in this call at the same time, so it does not take the report.
         status = self._query(most_ms, done, None)
         if status == 0 and not done.value:
             return False
@@ -394,8 +395,9 @@ class Job:
         try:
             self._takers.append(taker)
             first = next(one for one in list(self._takers) if not one.over)
-            # Only one thread takes the verdict: a load then fills the request, which belongs to the caller
-            # afterwards. A signal handler or finalizer on that thread cannot wait for it, so it takes it, too.
+            # Only one thread takes the verdict, because taking that of a load fills the request, which belongs to the
+            # caller afterwards. A signal handler or finalizer cannot wait for the thread that it interrupts, so it
+            # takes the verdict itself.
             if first.thread == taker.thread:
                 self._take()
             elif most_ms > 0:
@@ -423,7 +425,7 @@ class Job:
             try:
                 _abi.fail(status, self._failures)
             except Exception as error:
-                # Without the traceback, whose frames would keep this job alive.
+                # The traceback is dropped, because its frames would keep this job alive.
                 failure = self._hook_error(error.with_traceback(None))
         else:
             assert report.value is not None
@@ -446,7 +448,7 @@ class Job:
         status = getattr(self._lib, function)(self._address, ctypes.addressof(fd))
         if status:
             _abi.fail(status)
-        return os.dup(fd.value)  # The original is closed with the job.
+        return os.dup(fd.value)  # A duplicate, because the original is closed with the job.
 
     def _hook_error(self, told: Exception) -> BaseException:
         """The exception of a hook of this rank if there is one, caused by `told`; otherwise `told`, the failure that
@@ -558,7 +560,7 @@ class _Handle:
 
     def __init__(self, out: ctypes.c_void_p, free: Any) -> None:
         self._out = out
-        self._free = free  # Here, because at exit the module may be gone before this is.
+        self._free = free  # Kept here, because at exit the names of modules may be gone.
         self._ended = _abi.ended
         self._process = os.getpid()
 
@@ -585,16 +587,16 @@ class _LibraryJob:
         self.path = job._path
         self.label = f"{job._word} {job._path}"
         self.is_save = job._finishes_at_exit
-        # Seconds that the end of the process waits for the job; 0: the job is cancelled.
+        # Seconds that the end of the process waits for the job; with 0 the job is cancelled at once.
         self.exit_wait = EXIT_WAIT if job._finishes_at_exit else 0.0
         self.liveness = _LIVENESS
         self.has_peers = False
         # The failure, until it is reported. A text, because the traceback of an exception would keep the
         # job alive.
         self.failure: Optional[str] = None
-        self.known = False  # The caller has got the failure, or gets it in another way.
-        self.cancelled = False  # By this process.
-        self.keeps = False  # A device may still use the memory: it is never released.
+        self.known = False  # True: the caller has got the failure, or gets it in another way.
+        self.cancelled = False  # Whether this process has cancelled the job.
+        self.keeps = False  # True: a device may still use the memory, so it is never released.
         self.pinned = [held]  # Empty once the job is over; the thread that pops the item ends it.
         self.use: Any = None  # The use of the group or saver.
         self.cancel_when_dropped = False
@@ -643,7 +645,7 @@ class _LibraryJob:
         try:
             _thread.start_new_thread(_run_on_thread, (self.await_end,))
         except RuntimeError:
-            _dropped.append(self)  # No thread can be started: `end_dropped` ends it.
+            _dropped.append(self)  # No thread can be started, so `end_dropped` ends the job.
 
     def await_end(self) -> None:
         if self.over or self.wait(None):
@@ -659,7 +661,7 @@ class _LibraryJob:
             return
         if self.known or self.failure is not None:
             return
-        # By status_of, because str() of a hook's exception may raise.
+        # status_of makes the text, because str() of a hook's exception may raise.
         text = status_of(failure)[1].decode("utf-8", "replace")
         self.failure = f"{type(failure).__name__}: {text}" if isinstance(failure, Error) else text
         _unreported.add(self)
@@ -722,9 +724,9 @@ class _LibraryJob:
 
 
 _active: set[_LibraryJob] = set()
-_unreported: set[_LibraryJob] = set()  # Failed, and not reported yet.
-_reporting: set[_LibraryJob] = set()  # Being logged.
-_dropped: collections.deque[_LibraryJob] = collections.deque()  # No thread could be started for them.
+_unreported: set[_LibraryJob] = set()  # Jobs that failed and whose failure is not reported yet.
+_reporting: set[_LibraryJob] = set()  # Jobs whose failure is being logged.
+_dropped: collections.deque[_LibraryJob] = collections.deque()  # Dropped jobs for which no thread could be started.
 _ending = False
 
 
@@ -862,7 +864,7 @@ def _exits_by_exception() -> bool:
     """Whether an uncaught exception ends this process."""
     if hasattr(sys, "ps1"):
         return False  # At a prompt an exception does not end the process.
-    # In a child of multiprocessing the exception is still propagating.
+    # In a child of multiprocessing the exception is still propagating, so sys.last_value is not set.
     error = sys.exc_info()[1]
     return getattr(sys, "last_value", None) is not None or not isinstance(error, (SystemExit, type(None)))
 
@@ -881,7 +883,7 @@ def _end_with_multiprocessing() -> None:
     from multiprocessing import util
 
     _registered_in = os.getpid()
-    util.Finalize(None, _end_of_child, exitpriority=-100)  # After the finalizers of its queues.
+    util.Finalize(None, _end_of_child, exitpriority=-100)  # Runs after the finalizers of multiprocessing's queues.
 
 
 def _end_of_child() -> None:
@@ -896,7 +898,7 @@ def _end_of_child() -> None:
 
 def _forked() -> None:
     global _ending
-    _ending = False  # The child's own end comes later.
+    _ending = False  # The parent may be ending, but the child is not.
     _unreported.clear()
     _reporting.clear()
     _dropped.clear()

@@ -13,7 +13,8 @@ from tensormount._state import rules_text, text
 
 Rules = Sequence[Mapping[str, str]]
 
-# Prefix of a requested name under which a tensor is stored that the rules rename or drop. No key has a NUL.
+# Prefix of a requested name if a tensor is stored under that name, but the rules rename or drop it. No key has a NUL,
+# so such a name is never found in the checkpoint.
 HIDDEN = "\0"
 
 

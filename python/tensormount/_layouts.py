@@ -82,7 +82,7 @@ class _Family:
         if kind is not None:
             try:
                 found = kind.examine([rows.leaves[i] for i in members], self.loads)
-            except RuntimeError:  # Sparse or nested tensors, transforms of torch.func, ...
+            except RuntimeError:  # Raised for sparse or nested tensors, transforms of torch.func, ...
                 pass
         if found is not None:
             self.facts, self.bases = found

@@ -181,14 +181,14 @@ class _LoadRequest:
         self.given: Any = None
         self.objects: list[tuple[str, tuple[int, ...]]] = []
         self.group: Any = None
-        self.stored_uuid: Optional[str] = None  # The checkpoint that this rank opened before the load.
+        self.stored_uuid: Optional[str] = None  # The uuid of the checkpoint that this rank opened before.
         self._bytes: Optional[int] = None
         self.flat: Optional[_tree.FlatTree] = None
         self.key_map: Optional[_key_map.Rules] = None
         self.optional: tuple[str, ...] = ()
         self.roots: Sequence[str] = ()
-        # Requested plain values that are not stored, and requested tensors that `key_map` renamed or dropped:
-        # all of them, and those that `Loaded.not_stored` reports.
+        # `absent`: requested plain values that are not stored, and requested tensors that `key_map` renamed or dropped.
+        # `missing`: those of them that `Loaded.not_stored` reports.
         self.absent: list[str] = []
         self.missing: list[str] = []
 
@@ -547,7 +547,7 @@ def _missing_text(name: str, objects: Container[str], keys: Iterable[str]) -> st
     if name in objects:
         return f"{name} (stored as an object, which is not unpickled)"
     if any(key == name or key.startswith(name + ".") for key in keys):
-        return f"{name} (a tensor is stored there)"
+        return f"{name} (a tensor is stored under this name)"
     return name
 
 
@@ -694,7 +694,7 @@ def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any], request: 
         return _paths.add_nested(request, _tree.plain_values(values, []), values)
     own = ranks.get(_tree.TREE_NAME)
     chosen = f"{_tree.TREE_NAME}.{own}" if isinstance(own, str) else None
-    # The state dict of the same rank first; those of other ranks add what it lacks.
+    # The state dict of the same rank comes first; those of other ranks add the values that it lacks.
     order = ([chosen] if chosen in names else []) + [name for name in names if name != chosen]
     trees = [
         _tree.unflatten(values[name], {}, values, ranks, missing=lambda kind, path, name: _tree.ABSENT)

@@ -13,15 +13,17 @@ from typing import Any, Union
 
 from tensormount import _tree, _values
 
-# Common value of foreign checkpoints; also in index/read/saved_paths.h.
+# Name of the common value of foreign checkpoints that has DCP's planner_data; also in index/read/saved_paths.h.
 PLANNER_DATA = "torch.planner_data"
-# Common values in which our Writer stores the paths of flat keys in the nested state dict.
+# Prefix of the common values in which our Writer stores the paths of flat keys in the nested state dict.
 MAPPINGS = _tree.RESERVED + "dcp"
 
 Path = tuple[Union[str, int], ...]
-# Names can displace each other. After this many rounds each value gets its key as its path.
+# Replacing an impossible path can make another path impossible, so the paths are checked in rounds. After this many
+# rounds each value gets its key as its path.
 _MAX_ROUNDS = 8
-# A list may lack items that were left out. Positions may exceed its number of items by at most this.
+# A list may lack items that were left out, so positions may exceed the number of its items, but not by more than these
+# limits allow.
 _MAX_GAPS = 64
 _MAX_GAPS_PER_ITEM = 4
 

@@ -22,7 +22,7 @@ from tensormount.errors import InvalidArgumentError, UnsupportedError
 
 PathLike = Union[str, "os.PathLike[str]"]
 
-# The checkpoint in a directory of a framework.
+# Name of the checkpoint in a directory of a framework.
 STATE = "tm-state"
 
 _warned: set[str] = set()
@@ -74,8 +74,8 @@ class Places:
 
 
 def patch_from_environment(value: str) -> None:
-    """What `import tensormount` does with TENSORMOUNT_PATCH_DCP: "1" is `tensormount.torch.patch_dcp()` for the
-    whole process."""
+    """Applies TENSORMOUNT_PATCH_DCP at `import tensormount`: "1" is `tensormount.torch.patch_dcp()` for the whole
+    process."""
     if value != "1":
         raise InvalidArgumentError(f"TENSORMOUNT_PATCH_DCP={value}: must be 1, or 0 for no patch")
     try:

@@ -13,7 +13,7 @@ from tensormount import _jobs
 from tensormount._jobs import log
 from tensormount.errors import Error, InvalidArgumentError
 
-# Cancelling takes a vote of all ranks, and the removal of the files.
+# Seconds for cancelling, which takes a vote of all ranks and the removal of the files.
 _FOR_CANCEL = 2.0
 _STEP = 0.02
 
@@ -39,7 +39,7 @@ class preemption:
     """
 
     def __init__(self, seconds: float, *, signum: int = signal.SIGTERM) -> None:
-        if not _FOR_CANCEL < seconds:  # Also NaN.
+        if not _FOR_CANCEL < seconds:  # NaN is refused, too.
             raise InvalidArgumentError(
                 f"preemption: seconds={seconds!r}: must be above {_FOR_CANCEL:g}, the time that cancelling takes"
             )
@@ -89,7 +89,7 @@ class preemption:
             "%s: %s", name,
             f"{', '.join(saves)}: may go on for {self._seconds - _FOR_CANCEL:g} s" if saves else "no save is under way",
         )
-        # The program's own handler may begin another save.
+        # With a handler of the program, the wait lasts until the limit, because the handler may begin another save.
         goes_on = callable(self._before)
         while (goes_on or _saves(stores)) and time.monotonic() < self._end:
             time.sleep(_STEP)

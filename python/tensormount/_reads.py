@@ -43,7 +43,7 @@ def _cut(
     if axis == len(extent) or extent[axis] * inner <= most:
         yield begin, extent, at * bits // 8
         return
-    grain = 8 // math.gcd(8, strides[axis] * bits)  # A multiple of it begins at a byte.
+    grain = 8 // math.gcd(8, strides[axis] * bits)  # A multiple of `grain` begins at a byte.
     step = max(1, most // inner // grain) * grain
     for first in range(0, extent[axis], step):
         count = min(step, extent[axis] - first)

@@ -47,7 +47,7 @@ _REPLICAS = ("rotating", "full", "off", "warn")
 _STRATEGIES = ("parallel", "main")
 _COMMON = ("error", "warn", "off")
 _STATES = ("staging", "saving", "committed", "failed", "cancelled")
-_FAILURES = {_abi.TM_INVALID_ARGUMENT: LayoutError}  # In a save, nearly always a wrong layout.
+_FAILURES = {_abi.TM_INVALID_ARGUMENT: LayoutError}  # This status of a save nearly always means a wrong layout.
 
 
 class SaveOptions(TypedDict, total=False):
@@ -539,6 +539,6 @@ def flag(name: str, value: Any) -> int:
 
 def _report(lib: Any, address: int) -> dict[str, Any]:
     said: dict[str, Any] = json.loads(_abi.get_text(lib.tm_save_report_json, address))
-    # Not the path of the JSON report, which cannot hold bytes that are not UTF-8.
+    # The path in the JSON report is not used, because JSON cannot hold bytes that are not UTF-8.
     said["path"] = lib.tm_save_report_path(address).decode("utf-8", "surrogateescape")
     return said

@@ -50,7 +50,8 @@ class State:
         )
         self.held += [addresses, layout, items]
         if purpose == _shards.LOAD:
-            # Storages, because `tensor.data = ...` replaces a tensor's memory, to which the library still writes.
+            # Keeps the storages alive, too, because `tensor.data = ...` replaces a tensor's memory, to which the
+            # library still writes.
             tensors = registry.tensors_of(leaf for _, leaf in items)
             self.held.append([local.untyped_storage() for local in tensors])
         return known

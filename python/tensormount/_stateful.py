@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of a state dict that have a state of their own: state_dict() and load_state_dict(), as the protocol `Stateful`
-of torch.distributed.checkpoint has it. They may be in dicts, lists and tuples, and in PerRank."""
+"""Objects of a state dict that have a state of their own: state_dict() and load_state_dict(), as in the protocol
+`Stateful` of torch.distributed.checkpoint. They may be in dicts, lists and tuples, and in PerRank."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _restored(item: Any, loaded: Any) -> Any:
         restore(item, loaded)
         return item
     if type(item) in (list, tuple) and has_states(item):
-        _check_length(item, loaded, "extra")  # The checkpoint may have been replaced since `_check_extra`.
+        _check_length(item, loaded, "extra")  # The checkpoint may have been replaced since `check_lengths`.
         each = [_restored(one, new) for one, new in zip(item, loaded)]
         if type(item) is tuple:
             return tuple(each)

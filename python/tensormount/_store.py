@@ -78,7 +78,7 @@ class Store:
         path = path_bytes(os.path.join(self.path, ".staging", staging))
         end = time.monotonic() + wait
         while True:
-            # In slices of 0.1 s, so that signal handlers run.
+            # Waits in slices of 0.1 s, so that signal handlers run.
             left = end - time.monotonic()
             given.wait_ms = int(max(0.0, min(0.1, left)) * 1000)
             try:
@@ -157,7 +157,7 @@ class Store:
         )
         given.rules = text(rules)
         path = path_bytes(self.path)
-        # On a thread, which goes on if Ctrl-C ends this call.
+        # The call runs on a thread, which goes on if Ctrl-C ends this function.
         found: dict[str, Any] = run_in_background(
             lambda task: read_json("tm_store_prune", path, ctypes.addressof(given))
         )
@@ -203,7 +203,7 @@ class Store:
         if staging_age is not None:
             given.staging_age_seconds = max(1, int(staging_age))
         path = path_bytes(self.path)
-        # On a thread, which goes on if Ctrl-C ends this call.
+        # The call runs on a thread, which goes on if Ctrl-C ends this function.
         found: dict[str, Any] = run_in_background(
             lambda task: read_json("tm_store_gc", path, ctypes.addressof(given))
         )

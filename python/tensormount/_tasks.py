@@ -34,7 +34,7 @@ class OneTimeEvent:
 
     def wait(self, seconds: float) -> bool:
         if not self._came and self._lock.acquire(timeout=seconds):
-            self._lock.release()  # For the next waiter; one that misses it polls again after `seconds`.
+            self._lock.release()  # For the next waiter. A waiter that misses this release polls again after `seconds`.
         return self._came
 
 
@@ -77,10 +77,10 @@ def run_in_background(
     """
     task = Task()
     result: list[Any] = []
-    # Not join(): if a signal handler ends a join, threading takes the thread for stopped.
+    # Thread.join() is not used: if a signal handler ends a join, threading takes the thread for stopped.
     over = OneTimeEvent()
     mine = handle.another() if handle is not None else None
-    claim = threading.Lock()  # Taken by the thread that makes the call, or by this one to prevent it.
+    claim = threading.Lock()  # Acquired by the thread that makes the call, or by this thread to prevent the call.
     handled = sys.exc_info()[1]
 
     def run() -> None:
@@ -109,7 +109,7 @@ def run_in_background(
                 raise error.__context__ from None
             if not isinstance(error, RuntimeError):
                 raise
-            run()  # No thread can be started: at the limit, or at the end of the interpreter.
+            run()  # No thread can be started (limit, or end of the interpreter), so the call runs on this one.
         with Meter(progress, label) as meter:
             while not over.wait(_SLICE):
                 if meter.on:

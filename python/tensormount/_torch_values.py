@@ -22,11 +22,12 @@ from tensormount import _tree, _values
 from tensormount._leaves import registry
 from tensormount.errors import Error, LayoutError, UnsupportedError
 
-# A dict with this one key stands for the object of that key.
+# A dict whose only key is this text stands for an object; the value of the dict is the object's key.
 _MARKER = "tensormount.torch_save"
-# The object with the attributes of OrderedDicts, such as `_metadata` of a module's state_dict().
+# Key of the object that holds the attributes of OrderedDicts, such as `_metadata` of a module's state_dict().
 _ATTRIBUTES = "tensormount.attributes"
-# Longer text, bytes and lists of plain values become objects: the values of a checkpoint are read as a whole.
+# Text, bytes and lists of plain values with more characters, bytes or items become objects, because the values of a
+# checkpoint are always read as a whole.
 _MAX_INLINE = 1 << 16
 
 
@@ -36,7 +37,7 @@ def split(state: Any) -> tuple[Any, dict[str, bytes]]:
     held = _Split()
     tree = held.visit(state, ())
     if held.attributes:
-        held.objects[_ATTRIBUTES] = to_bytes(held.attributes, "attributes of OrderedDicts")
+        held.objects[_ATTRIBUTES] = to_bytes(held.attributes, "the attributes of OrderedDicts")
     return tree, held.objects
 
 

@@ -175,7 +175,7 @@ def reversible(path: Path) -> str:
         elif type(key) is int and INT_MIN <= key <= INT_MAX:
             parts.append(f"#{key}")
         else:
-            # "%~" is no escape of text.
+            # The escaped text of a str never begins with "%~", so the names cannot be equal.
             text = to_json(encode(key))
             parts.append("%~" + text.replace("%", "%25").replace(".", "%2E"))
     return ".".join(parts)
@@ -313,7 +313,7 @@ class _Leaves:
     of new objects would start the garbage collector, and lists can be extended by whole dicts."""
 
     def __init__(self) -> None:
-        self.places: List[int] = []  # Indices in the nodes of the structure.
+        self.places: List[int] = []  # Index of each leaf in the nodes of the structure.
         self.parents: List[Path] = []
         self.steps: List[int] = []
         self.keys: List[Any] = []
@@ -351,7 +351,7 @@ class _Walk:
         self.own: Dict[int, str] = {}  # Keys that a registered kind gave its leaves, by index of the leaf.
         self.registered: Dict[int, RegisteredLeaf] = {}  # By id of the leaf.
         self.inside: Set[int] = set()
-        # Types of tensors that need no further check: nearly all of them.
+        # Exact types of tensors, which need no further check. Nearly all tensors have one of them.
         self.plain = frozenset(registry.families())
 
     def root(self, tree: Any) -> None:
@@ -396,7 +396,7 @@ class _Walk:
             self.nodes.append([word, len(value)])
             step = _ITEM if kind == _LIST else _TUPLE_ITEM
             for i, item in self._resolved(enumerate(value), prefix):
-                # The other items keep their indices.
+                # An omitted item becomes an empty dict, so that the other items keep their indices.
                 self._visit({} if item is _OMITTED else item, path, prefix, step, i)
             return
         nodes, tensors, plain = self.nodes, self.leaves[_TENSOR], self.plain
@@ -437,7 +437,7 @@ class _Walk:
                 held = kind.held(item, self.purpose)
                 if not isinstance(registry.kind_of(held), ArrayKind) and type(held) not in _NON_TENSORS:
                     raise UnsupportedError(
-                        f"its LeafKind returns {type_name(held)}, which is not a built-in kind of leaf"
+                        f"the LeafKind of this value returns {type_name(held)}, which is not a built-in kind of leaf"
                     )
             except (LayoutError, UnsupportedError) as error:
                 raise type(error)(f"tensor {key}: {error.message}", key=key) from None
@@ -609,7 +609,7 @@ def structure_entry(structure: Structure) -> Tuple[str, str]:
     nodes = structure["nodes"]
     more = [n[1] for n in nodes if type(n) is not str]
     kinds = set(map(type, itertools.chain.from_iterable(m for m in more if type(m) is list)))
-    # Keys of other types may be equal but not the same (1, True, 1.0).
+    # Structures with keys of other types are not cached, because keys may be equal but not the same (1, True, 1.0).
     exact = kinds <= _EXACT
     if exact:
         for known, entry in _entries:
@@ -657,12 +657,12 @@ class _Builder:
     def build(self) -> Any:
         tree = self.node(())
         if self.next != len(self.nodes):
-            raise LayoutError("the stored structure of the state dict is damaged: entries after its end")
+            raise LayoutError("the stored structure of the state dict is damaged: it has entries after its end")
         return tree
 
     def node(self, path: Path) -> Any:
         if self.next >= len(self.nodes):
-            raise LayoutError("the stored structure of the state dict is damaged: ends too early")
+            raise LayoutError("the stored structure of the state dict is damaged: it ends too early")
         node = self.nodes[self.next]
         self.next += 1
         if type(node) is str:
@@ -720,7 +720,7 @@ def stored_names(
     inherited = list(inherited)
     if inherited:
         own = {path for s in structures for _, path, _ in structure_leaves(s)}
-        # A key without a structure then belongs to the inherited checkpoint.
+        # False, because a key without a structure belongs to the inherited checkpoint.
         names = _names_of_structures(structures, keys, False)
         later = _names_of_structures(inherited, keys, True)
         return {**{path: name for path, name in later.items() if path not in own}, **names}
@@ -747,7 +747,7 @@ def _names_of_structures(
                 continue
             tied = count[name] > 1 and name != usual
             if others and tied and usual in keys and usual not in count:
-                name, tied = usual, False  # Stored by a rank without a structure.
+                name, tied = usual, False  # A rank without a structure stored it.
                 found.setdefault(path, name)
             value = 0 if name not in keys else 1 if tied else 2
             if value > worth.get(path, -1):
@@ -832,7 +832,7 @@ def _merge(a: Any, b: Any, path: Path) -> Any:
             return type(a)([_merge(x, y, path + ((_ITEM, i),)) for i, (x, y) in pairs])
         if not is_tensor(a) and to_json(encode(a)) == to_json(encode(b)):
             return a
-    raise LayoutError(f"{path_text(path)}: differs between the ranks that saved it")
+    raise LayoutError(f"{path_text(path)}: the value differs between the ranks that saved it")
 
 
 def refill(

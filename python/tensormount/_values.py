@@ -17,7 +17,7 @@ from .errors import LayoutError, UnsupportedError
 
 # Limits of a common value (docs/format.md, "Limits").
 MAX_VALUES = 1 << 22
-MAX_VALUE_DEPTH = 60  # 64, less the levels of a tag around a value.
+MAX_VALUE_DEPTH = 60  # 64 less the levels that a tag around a value takes.
 MAX_DEPTH = 64  # The limit that messages state.
 
 
@@ -103,7 +103,7 @@ def _encode_numpy(value: Any) -> Optional[Dict[str, Any]]:
         return {"numpy": ["str", str(value)]}
     if dtype.kind == "S":
         return {"numpy": ["bytes", bytes(value)]}
-    # As a number only if that keeps every bit, which a NaN or an extended float may not.
+    # A float becomes a number only if that keeps every bit; a NaN or an extended float may lose some.
     if dtype.name in ("float16", "float32", "float64") and math.isfinite(value):
         return {"numpy": [dtype.name, float(value)]}
     if dtype.name in ("float16", "float32", "float64", "complex64", "complex128"):
@@ -117,7 +117,7 @@ def _decode_numpy(name: str, payload: Any) -> Any:
     try:
         import numpy
     except ImportError:
-        raise UnsupportedError(f"a NumPy value ({name}), but NumPy is not installed") from None
+        raise UnsupportedError(f"a stored value is a NumPy value ({name}), but NumPy is not installed") from None
     if name == "str":
         return numpy.str_(payload)
     if name == "bytes":
@@ -160,7 +160,7 @@ def _encode(value: Any, where: str, depth: int, room: List[int]) -> Any:
     kind = type(value)
     room[0] -= 1
     if kind is int:
-        # In hexadecimal, because Python refuses to parse very long decimal numbers.
+        # A larger integer becomes hexadecimal text, because Python refuses to parse very long decimal numbers.
         return value if INT_MIN <= value <= INT_MAX else {"int": hex(value)}
     if kind in NATIVE_SET:
         return value
@@ -203,14 +203,14 @@ def decode(value: Any) -> Any:
     if type(value) is not dict:
         return value
     if len(value) != 1:
-        raise LayoutError("a stored value: a dict of one key was expected")
+        raise LayoutError("a stored value is malformed: a dict with one key was expected")
     ((kind, payload),) = value.items()
     try:
         return _decode_special(kind, payload)
     except (LayoutError, UnsupportedError):
         raise
     except Exception as error:  # A torch.device that this PyTorch lacks, a number too large, ...
-        raise LayoutError(f"a stored value of kind {kind}: {error}") from None
+        raise LayoutError(f"a stored value of kind {kind} cannot be read: {error}") from None
 
 
 def decode_or_unreadable(value: Any, name: str) -> Any:
@@ -242,7 +242,7 @@ def _decode_special(kind: str, payload: Any) -> Any:
         try:
             import numpy
         except ImportError:
-            raise UnsupportedError("a NumPy dtype, but NumPy is not installed") from None
+            raise UnsupportedError("a stored value is a NumPy dtype, but NumPy is not installed") from None
         return _numpy_dtype(numpy, payload)
     if kind in ("torch.Size", "torch.dtype", "torch.device"):
         try:
@@ -257,7 +257,7 @@ def _decode_special(kind: str, payload: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise UnsupportedError(f"the type torch.{payload} does not exist in this version of PyTorch")
         return dtype
-    raise UnsupportedError(f"a stored value of kind {kind}: unknown to this version of the package")
+    raise UnsupportedError(f"a stored value has the kind {kind}, which this version of the package does not know")
 
 
 # ---- JSON (docs/format.md, "common.json") -----------------------------------------------------
@@ -283,7 +283,7 @@ def _is_native(value: Any, room: List[int], depth: int) -> bool:
     if room[0] < 0 or depth > MAX_VALUE_DEPTH:
         return False
     if kind is int:
-        return INT_MIN <= value <= INT_MAX
+        return bool(INT_MIN <= value <= INT_MAX)
     if kind is list or kind is tuple:
         return all(_is_native(item, room, depth + 1) for item in value)
     if kind is dict:
@@ -357,7 +357,7 @@ def from_json(text: Union[str, bytes]) -> Any:
     try:
         return json.loads(text, object_hook=_from_object)
     except RecursionError:
-        raise LayoutError("a common value: containers are nested too deeply") from None
+        raise LayoutError("a common value cannot be read: containers are nested too deeply") from None
     except LayoutError:
         raise
     except Exception as error:
@@ -374,7 +374,7 @@ def _from_object(found: Dict[str, Any]) -> Any:
         if kind == "$bytes":
             return bytes.fromhex(payload)
         if kind == "$string":
-            # A lone surrogate of a Python str; otherwise bytes that are not UTF-8, as os.fsdecode gives them.
+            # Bytes that are invalid even with lone surrogates are decoded as by os.fsdecode.
             data = bytes.fromhex(payload)
             try:
                 return data.decode("utf-8", "surrogatepass")
@@ -386,4 +386,4 @@ def _from_object(found: Dict[str, Any]) -> Any:
         if found["$float"] == "nan":
             return struct.unpack(">d", bytes.fromhex(found.get("bits", "7ff8000000000000")))[0]
         return float(found["$float"])
-    raise LayoutError(f"a common value with {sorted(found)}: unknown to this version of the package")
+    raise LayoutError(f"a common value has the tags {sorted(found)}, which this version of the package does not know")

@@ -234,7 +234,7 @@ class register:
         def load_custom_state(one: Any, path: str, index: int = 0) -> None:
             one.load_state_dict(extra[numbered_name("custom_checkpoint", index)])
 
-        accelerator.scaler = None  # Accelerate would look for its file.
+        accelerator.scaler = None  # With a scaler, Accelerate would look for a file of the scaler.
         try:
             with _replaced(
                 load_fsdp_model=lambda plugin, accelerator, one, *_, **__: model.append(one),
@@ -254,7 +254,7 @@ class register:
         return self._archive.find(directory) is not None or os.path.isfile(own)
 
     def _remove_interrupted(self, directory: str) -> None:
-        """Removes what an interrupted save has left: Accelerate refuses a directory that exists."""
+        """Removes the directory of an interrupted save, because Accelerate refuses a directory that exists."""
         if self._accelerator.is_main_process and os.path.isdir(directory) and not self._is_complete(directory):
             shutil.rmtree(directory)
         self._accelerator.wait_for_everyone()
@@ -267,7 +267,7 @@ class register:
             directory = os.path.join(folder, name)
             if self._is_complete(directory):
                 return directory
-            log.warning("%s: its save was interrupted", directory)
+            log.warning("%s: skipped, because the save of this checkpoint was interrupted", directory)
         return os.path.join(folder, found[-1][1]) if found else None
 
 

@@ -27,7 +27,7 @@ from tensormount.errors import CheckpointNotFoundError, NotFoundError, Unsupport
 __all__ = ["TensormountFileSystem", "register"]
 
 PROTOCOL = "tensormount"
-# Checkpoints that stay open for the next access.
+# Number of checkpoints that stay open for later accesses.
 _KEPT = 16
 
 
@@ -202,7 +202,7 @@ def _split(path: str) -> tuple[Optional[str], str]:
         if os.path.isfile(os.path.join(prefix, "COMMIT")) or _is_latest(prefix):
             return prefix, rest
         if os.path.isfile(prefix):
-            return prefix, rest  # One file of another program's.
+            return prefix, rest  # A checkpoint of another program that is one file.
         if not os.path.isdir(prefix):
             # The files of a checkpoint of another program begin where its directory ends.
             above = "/".join(parts[: count - 1])

@@ -84,7 +84,7 @@ class CheckpointIO(_CheckpointIO):
             ("teardown", ()),
         ):
             _plugins.find("tensormount.lightning", _CheckpointIO, name, parameters)
-        _save.read_options(**options)  # Raises errors of the options now.
+        _save.read_options(**options)  # Wrong options raise here, not at the first save.
         self._places = _plugins.Places(store, root)
         self._background = bool(_save.flag("background", background))
         self._options: dict[str, Any] = {"replace": True, **options}
@@ -92,7 +92,7 @@ class CheckpointIO(_CheckpointIO):
         self._own_group: Optional[Group] = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Strategies that start processes pickle the plugin. What is under way belongs to this process.
+        # Strategies that start processes pickle the plugin. Its thread and its group belong to this process.
         return {**self.__dict__, "_worker": None, "_own_group": None}
 
     # ---- Calls of Lightning -----------------------------------------------------------------------
@@ -187,7 +187,7 @@ class CheckpointIO(_CheckpointIO):
             self._worker.submit(directory, lambda: _directories.remove(self._places, directory))
 
     def teardown(self) -> None:
-        """Waits for what is under way. Raises its first failure that no call has raised."""
+        """Waits for the saves and removals under way. Raises the first failure that no call has raised."""
         self._wait()
         if self._worker is not None:
             self._worker.close()
@@ -208,13 +208,14 @@ class CheckpointIO(_CheckpointIO):
     # ---- Implementation ------------------------------------------------------------------------------------
 
     def _wait(self, directory: Optional[str] = None) -> None:
-        """Waits for what is under way, with `directory` only if something of it is. Raises failures."""
+        """Waits for the saves and removals under way; with `directory` only if one of them is of this directory. Raises
+        failures."""
         if self._worker is not None:
             self._worker.wait(directory)
 
     def _publish(self, directory: str, staging: Optional[str]) -> None:
         """Makes the directory appear, once its checkpoint is complete."""
-        if staging is None and not _is_own(directory):  # With a store.
+        if staging is None and not _is_own(directory):  # With a store, for a new directory.
             staging = _directories.sibling(directory)
             os.makedirs(staging, exist_ok=True)
         if staging is not None:
@@ -225,7 +226,7 @@ class CheckpointIO(_CheckpointIO):
 
 
 class _Worker:
-    """Does what follows a background save, on a thread, one thing after the other. After a failure it does nothing
+    """A thread that finishes background saves and removes files, one after the other. After a failure it does nothing
     more until the failure was raised, so that no older checkpoint is removed for a save that failed."""
 
     def __init__(self) -> None:
@@ -247,7 +248,7 @@ class _Worker:
         self._under_way[self._pool.submit(run)] = directory
 
     def wait(self, directory: Optional[str]) -> None:
-        """Waits for everything; with a directory only if something of it is under way. Raises the failure."""
+        """Waits for all calls; with a directory only if a call for this directory is under way. Raises the failure."""
         for future in [future for future in self._under_way if future.done()]:
             del self._under_way[future]
         if directory is None or directory in self._under_way.values():
@@ -257,7 +258,7 @@ class _Worker:
 
     def check(self) -> None:
         if self._failure is not None:
-            concurrent.futures.wait(self._under_way)  # They do nothing.
+            concurrent.futures.wait(self._under_way)  # After a failure they do nothing.
             failure, self._failure = self._failure, None
             raise failure
 
@@ -286,8 +287,8 @@ def _resolved(directory: str) -> str:
 
 
 def _put(staging: str, directory: str) -> None:
-    """Renames a directory to its final path, durably. What is there is replaced in one step, if the file system can
-    exchange two names."""
+    """Renames a directory to its final path, durably. An existing file or directory is replaced in one step, if the
+    file system can exchange two names."""
     if os.path.lexists(directory):
         try:
             _exchange(staging, directory)

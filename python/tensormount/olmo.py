@@ -8,7 +8,7 @@
     trainer.fit()
 
 OLMo-core still decides when to save, which step to resume from and which step to remove. Only the writer and the
-reader of `olmo_core.distributed.checkpoint` are replaced, and what recognises and removes a checkpoint.
+reader of `olmo_core.distributed.checkpoint` are replaced, and the functions that recognise and remove a checkpoint.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class install:
         self.undo()
 
 
-# The innermost one is the last.
+# The settings of each active `install`. The innermost is the last.
 _active: list[_Settings] = []
 
 
@@ -197,8 +197,8 @@ class RemoteFileSystemWriter(_LocalOnly, _patch.FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
         if self._places.store is not None and self._path is not None:
-            # With a link, a step that is renamed keeps its checkpoint, and a directory that was cleared does not have
-            # the one that it had before.
+            # With a link, a step that OLMo-core renames keeps its checkpoint. A directory that OLMo-core has cleared
+            # has no link, so its old checkpoint is not loaded.
             new = os.path.join(self._directory, f".{_plugins.STATE}.new")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(new)
@@ -215,13 +215,13 @@ class RemoteFileSystemReader(_LocalOnly, _patch.FileSystemReader):
 
     def __init__(self, path: _plugins.PathLike, **options: Any) -> None:
         super().__init__(_local(path))
-        self._places = _Places()  # Also with a store: the directory has a link to its checkpoint.
+        self._places = _Places()  # Without the store, because the directory has a link to its checkpoint in the store.
         self._options = options
 
     def reset(self, checkpoint_id: Optional[_plugins.PathLike] = None) -> None:
         super().reset(None if checkpoint_id is None else _local(checkpoint_id))
 
-    # Neither takes **kwargs, as OLMo-core's own.
+    # These two methods take no **kwargs, like those of OLMo-core's own reader.
     def read_metadata(self) -> Any:
         return super().read_metadata()
 

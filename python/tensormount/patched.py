@@ -44,7 +44,7 @@ def main() -> None:
         parser.error("a script, or -m MODULE, is missing")
     from tensormount.torch import patch_dcp
 
-    patch_dcp(given.store, root=given.root)  # Until the process ends: an async save may go on after the script.
+    patch_dcp(given.store, root=given.root)  # Never undone, because an async save may go on after the script.
     if module:
         sys.argv = program[1:]
         sys.path[0] = os.getcwd()

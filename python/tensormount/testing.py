@@ -122,7 +122,7 @@ def check_leaf_kind(
             return _RankChecks(group, examples, loads, os.path.join(where, "S")).all()
 
         outcomes = [call(group, group.rank)] if group is not None else threads(call, size)
-    # A rank's own error first, then errors about another rank.
+    # A rank's own error is raised before errors about another rank.
     for error in sorted((one for one in outcomes if isinstance(one, Exception)), key=_is_about_another_rank):
         raise error
     _expect(sum(outcomes) > 0, "the examples hold no data")
@@ -238,7 +238,7 @@ class _RankChecks:
                 same = checkpoint.object(key, held.index) == held.data
                 _expect(same, f"{name}: the stored object differs from the leaf")
             else:
-                _expect(held is None or self.tensors > 0, f"{name}: nothing is stored")
+                _expect(held is None or self.tensors > 0, f"{name}: the save stored nothing")
 
     def load(self, name: str, make: Make) -> None:
         leaf, wanted = self.leaf(make, 0 * self.first), self.leaf(make, self.first)
@@ -277,5 +277,5 @@ def _bytes(array: Any) -> bytes:
     import torch
 
     if not array.numel():
-        return b""  # Its strides may be anything.
+        return b""  # The strides of an empty tensor may be anything.
     return bytes(array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

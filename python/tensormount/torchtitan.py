@@ -114,15 +114,16 @@ class CheckpointManager(_Base):
                     raise InvalidArgumentError(f"checkpoint.save_options: {name} cannot be set there; {remedy}")
             _save.read_options(**self.save_options)
             if self.retention is not None:
-                # Wrong rules are an error now, not at the first save: they are read before the store is.
+                # Reports wrong rules now, not at the first save: prune parses the rules before it looks for the store.
                 with tempfile.TemporaryDirectory() as no_store, contextlib.suppress(CheckpointNotFoundError):
                     Store(no_store).prune(self.retention, dry_run=True)
 
-    stager: Any  # Of the base class: what makes the copies for background saves.
+    stager: Any  # An attribute of the base class: the object that copies tensors for background saves.
 
     def __init__(self, config: Config, *, base_folder: str = "", **components: Any) -> None:
         self._group: Optional[Group] = None
-        # Without a thread that removes checkpoints, and without a process group for background saves.
+        # With these options the base class makes neither a thread that removes checkpoints, nor a process group for
+        # background saves.
         plain = copy.copy(config)
         plain.keep_latest_k, plain.async_mode = 0, "disabled"
         super().__init__(plain, base_folder=base_folder, **components)
@@ -192,11 +193,11 @@ class CheckpointManager(_Base):
             shutil.rmtree(store, ignore_errors=True)
 
     def _free_space(self, _: dict[str, Any]) -> None:
-        """After a commit: frees what earlier ones replaced or removed and could not free at once."""
+        """Runs after a commit. Frees checkpoints that were replaced or removed earlier and were then still in use."""
         Store(self.folder).gc()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Each save removes checkpoints after its commit."""
+        """Does nothing, because each save removes checkpoints after its commit."""
 
     # ---- Load --------------------------------------------------------------------------------------------------
 
@@ -280,7 +281,7 @@ titan_config.override(target=_Base.Config, exact=True, description="Checkpoints 
 
 
 class _Waiting(Future):  # type: ignore[type-arg]
-    """What torchtitan waits for in a background save. `wait(timeout)` of a job waits, and raises its failure."""
+    """A future by which torchtitan waits for a background save. `wait(timeout)` of a job waits and raises failures."""
 
     def __init__(self, wait: Callable[[Optional[float]], Any], done: Callable[[], bool]) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _THEIRS = re.compile(
     r"(model|pytorch_model|optimizer|rng_state)[^/]*\.(safetensors|bin|pt|pth|index\.json)|pytorch_model_fsdp.*"
 )
-# Longer files are compared by their sizes.
+# Files with more bytes than this are compared only by their sizes.
 _MAX_COMPARED = 1 << 20
 
 
@@ -113,7 +113,8 @@ class register:
         vars(trainer).update(self._ours)
         self._training = False
         self._sharded_model: Any = None  # A model whose load waits for that of the optimizer.
-        self._rank_files: tuple[str, dict[str, bytes]] = ("", {})  # Of the checkpoint that was loaded last.
+        # The path of the checkpoint that was loaded last, and this rank's files in it.
+        self._rank_files: tuple[str, dict[str, bytes]] = ("", {})
 
     def last_checkpoint(self, output_dir: Optional[_plugins.PathLike] = None) -> Optional[str]:
         """The directory of the newest complete checkpoint in `output_dir` (None: that of the trainer), of tensormount
@@ -126,7 +127,7 @@ class register:
             directory = os.path.join(folder, name)
             if not self._is_interrupted(directory):
                 return directory
-            log.warning("%s: its save was interrupted", directory)
+            log.warning("%s: skipped, because the save of this checkpoint was interrupted", directory)
         return None
 
     def wait(self) -> None:
@@ -155,11 +156,11 @@ class register:
             resume = self.last_checkpoint()
             if resume is None:
                 folder = self._trainer.args.output_dir
-                raise CheckpointNotFoundError(f"{folder}: has no complete checkpoint to resume from")
+                raise CheckpointNotFoundError(f"{folder}: the directory has no complete checkpoint to resume from")
         if isinstance(resume, (str, os.PathLike)):
             resume = os.fspath(resume)
             if self._is_interrupted(resume):
-                raise CheckpointNotFoundError(f"{resume}: has no checkpoint, because its save was interrupted")
+                raise CheckpointNotFoundError(f"{resume}: the directory has no checkpoint: its save was interrupted")
             self._restore_files(resume)
         self._training = True
         try:
@@ -223,12 +224,12 @@ class register:
         self._archive.save(directory, content, [*outdated, os.path.join(directory, _UNFINISHED)])
 
     def _save_without_weights(self, output_dir: str) -> None:
-        """What the Trainer writes besides weights: the configuration, the tokenizer, its arguments."""
+        """Writes the files that the Trainer writes besides weights: the configuration, the tokenizer, its arguments."""
         if not self._trainer.args.should_save:
             return
         with scratch() as folder:
             self._theirs["_save"](folder, state_dict={})
-            for name in _WEIGHTS:  # Without tensors.
+            for name in _WEIGHTS:  # These files have no tensors.
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(folder, name))
             shutil.copytree(folder, output_dir, dirs_exist_ok=True)
@@ -305,7 +306,7 @@ class register:
 
     def _sharded(self, model: Any, optimizer: bool) -> Any:
         one = self._trainer.optimizer
-        # Of a model with adapters only these are saved, as by the Trainer.
+        # If the model has adapters, only the adapters are saved, as by the Trainer.
         return model, [getattr(one, "optimizer", one)] if optimizer else [], _seam._is_peft_model(self._trainer.model)
 
     def _load(self, path: str, sharded: Any, only: Any, then: Any = lambda found: None) -> Loaded:
@@ -327,7 +328,7 @@ class register:
             if other != directory and self._is_interrupted(other):
                 shutil.rmtree(other)
         if os.path.isdir(directory) and self._archive.find(directory) is None:
-            # The Trainer's own checkpoint of this step, or an interrupted save of it: the new one replaces it.
+            # The Trainer's own checkpoint of this step, or an interrupted save of it. The new checkpoint replaces it.
             aside = _directories.sibling(directory)
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(directory, aside)

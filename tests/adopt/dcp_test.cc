@@ -299,7 +299,7 @@ TEST(DcpTest, UnreadableTensorsAreLeftOutWithAWarning) {
        {"tensor zstd: left out: the item is stored with the unsupported transform 'zstd'",
         "object zstd_object: left out: the item is stored with the unsupported transform 'zstd'",
         "tensor hole: [2:4] is not stored", "tensor overlap: left out: [2:3] is stored twice",
-        "tensor twice: left out: two of its chunks have the same offsets",
+        "tensor twice: left out: two chunks of the tensor have the same offsets",
         "tensor outside: left out: the chunk at [0] of size [5] is not within shape [4]",
         "tensor quantised: left out: the dtype torch.qint8 is not supported",
         "__7_0.distcp: the file is missing: tensor no_file is left out",

@@ -101,9 +101,10 @@ TEST_F(HuggingFaceTest, MissingIndexedTensorsAreLeftOutWithAWarning) {
   EXPECT_THAT(
       opened->warnings(),
       testing::UnorderedElementsAre(
-          HasSubstr("two.safetensors: is listed in model.safetensors.index.json, but not in"),
-          HasSubstr("one.safetensors: does not contain what model.safetensors.index.json lists: "
-                    "tensor d is left out"),
+          HasSubstr(
+              "two.safetensors: the file is listed in model.safetensors.index.json, but does not"),
+          HasSubstr("one.safetensors: the file does not contain all tensors that "
+                    "model.safetensors.index.json lists for it: tensor d is left out"),
           HasSubstr("1 tensors in it are not in the index")));
 }
 

@@ -84,7 +84,7 @@ TEST(NumpyTest, ReadsSingleNpyFiles) {
   PutFile(dir.Join("short.npy"), whole.substr(0, whole.size() - 1));
   EXPECT_THAT(Adopt(NumpyFormat(), dir.Join("short.npy")), HasCode(Code::kDataLoss));
   EXPECT_THAT(Adopt(NumpyFormat(), dir.Join("short.npy")),
-              HasMessage("47 bytes of elements, but shape [3, 4] of f32 needs 48"));
+              HasMessage("47 bytes of elements are stored, but shape [3, 4] of f32 needs 48"));
   PutFile(dir.Join("cut.npy"), whole.substr(0, 20));
   EXPECT_THAT(Adopt(NumpyFormat(), dir.Join("cut.npy")), HasMessage("npy header: truncated"));
   PutFile(dir.Join("no.npy"), "something else");

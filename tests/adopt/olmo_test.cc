@@ -232,8 +232,9 @@ TEST(OlmoTest, MissingFilesAreReportedAsHoles) {
   ASSERT_OK(HostFileSystem().RemoveFile(dir.Join("c/rank_1.safetensors")));
   const auto adopted = Adopt(OlmoFormat(), dir.Join("c"));
   ASSERT_OK(adopted);
-  EXPECT_THAT(WarningsOf(adopted.value()),
-              HasSubstr("rank_1.safetensors: the file is missing: its contents are lost"));
+  EXPECT_THAT(
+      WarningsOf(adopted.value()),
+      HasSubstr("rank_1.safetensors: the file is missing: the contents of the file are lost"));
   EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("tensor w: [4:8] is not stored"));
   ExpectCells(adopted.value(), "first", DType::kF32, {2});
   EXPECT_THAT(ReadTensor(adopted.value(), "w"), HasCode(Code::kDataLoss));
@@ -261,8 +262,9 @@ TEST(OlmoTest, TensorsThatContradictMetadataAreLeftOut) {
   const std::string warnings = WarningsOf(adopted.value());
   EXPECT_THAT(warnings, HasSubstr("tensor short: left out: rank_0.safetensors stores less"));
   EXPECT_THAT(warnings, HasSubstr("tensor long: left out: rank_0.safetensors stores more"));
-  EXPECT_THAT(warnings, HasSubstr("tensor other: left out: rank_0.safetensors stores it as i32, "
-                                  "but metadata.json declares f32"));
+  EXPECT_THAT(warnings,
+              HasSubstr("tensor other: left out: rank_0.safetensors stores the tensor as i32, "
+                        "but metadata.json declares f32"));
 }
 
 TEST(OlmoTest, OverlappingShardsAreLeftOut) {
@@ -306,7 +308,7 @@ TEST(OlmoMetadataTest, RefusesImpossibleMetadata) {
       {R"({"tensors":[]})", "no object 'tensors'"},
       {R"({"other":{}})", "no object 'tensors'"},
       {R"({"tensors":{"w":{},"w":{}}})", "has no shape"},
-      {with("{}"), "tensor w: has no shape"},
+      {with("{}"), "tensor w: the description has no shape"},
       {with(R"({"shape":[2]})"), "must have exactly one of"},
       {with(R"({"shape":[-2],"shard_spec_per_file":{}})"), "not a whole number"},
       {with(R"({"shape":[1.5],"shard_spec_per_file":{}})"), "not a whole number"},

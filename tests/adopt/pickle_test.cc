@@ -207,7 +207,7 @@ TEST(Pickle, GlobalsAreNeverImported) {
   EXPECT_EQ(dtype.root().module(), "torch");
   EXPECT_EQ(dtype.root().name(), "bfloat16");
   EXPECT_THAT(ParseOps(Bytes(Str("torch"), 'N', 0x93)),
-              HasMessage("STACK_GLOBAL of values that are not"));
+              HasMessage("the arguments of STACK_GLOBAL are not"));
   EXPECT_THAT(ParseOps("ctorch"), HasMessage("a line without an end"));
 }
 

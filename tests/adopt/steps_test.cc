@@ -133,7 +133,7 @@ TEST_F(StepsTest, OwnStoresAreNotTakenForForeignRuns) {
   EXPECT_THAT(Find("nothing"), HasCode(Code::kNotFound));
   EXPECT_THAT(Find("run/latest").status(), HasCode(Code::kNotFound));
   EXPECT_THAT(Find("run").status(), HasCode(Code::kUnsupported));
-  EXPECT_THAT(Find("run").status().message(), HasSubstr("an empty directory"));
+  EXPECT_THAT(Find("run").status().message(), HasSubstr("the directory is empty"));
 }
 
 TEST_F(StepsTest, StepMarkDependsOnTheMetadataFiles) {

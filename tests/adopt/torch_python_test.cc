@@ -93,9 +93,10 @@ TEST_F(TorchPythonTest, TensorsModifiedAfterRebuildAreLeftOut) {
   const std::string set =
       Bytes('(', StorageId("ByteStorage", "b", 4), 'K', 0, Number(4), 0x85, Number(1), 0x85, "tb");
   EXPECT_THAT(Shown(w(TensorA() + set)),
-              HasSubstr("tensor w: left out: tensor: the state is set again"));
+              HasSubstr("tensor w: left out: tensor: the pickle sets the state"));
   EXPECT_THAT(Shown(w(TensorA() + "Nb")), HasSubstr("tensor w: left out"));
-  EXPECT_THAT(Shown(w(Bytes(TensorA(), 'K', 0, 'K', 7, 's'))), HasSubstr("items are added to it"));
+  EXPECT_THAT(Shown(w(Bytes(TensorA(), 'K', 0, 'K', 7, 's'))),
+              HasSubstr("the pickle adds items to the tensor"));
 }
 
 TEST_F(TorchPythonTest, AttributesThatChangeTheTensorAreLeftOut) {
@@ -200,8 +201,10 @@ TEST_F(TorchPythonTest, OverexpandedViewsAreLeftOut) {
   EXPECT_EQ(Shown(wide(5)), "w=AAAAA\n");
   EXPECT_THAT(Open(wide(1 << 20)), IsOk());
   EXPECT_THAT(WarningsOf(Open(wide(1 << 20)).value()), IsEmpty());
-  EXPECT_THAT(Shown(wide(std::int64_t{1} << 52)),
-              HasSubstr("tensor w: left out: tensor: a view that expands its storage of 4 bytes"));
+  EXPECT_THAT(
+      Shown(wide(std::int64_t{1} << 52)),
+      HasSubstr(
+          "tensor w: left out: tensor: the tensor is a view that expands its storage of 4 bytes"));
 }
 
 // An unknown function may change the tensor that it is given, at any depth that is looked at: 200.

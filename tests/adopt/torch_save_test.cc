@@ -139,8 +139,8 @@ TEST(TorchSaveTest, ReadsHuggingFacePytorchModelBin) {
               HasSubstr("pytorch_model-00003-of-00002.bin: the file is missing: tensor gone.w "
                         "is left out"));
   EXPECT_THAT(warnings,
-              HasSubstr("pytorch_model-00002-of-00002.bin: does not contain what the index lists: "
-                        "tensor lost.w is left out"));
+              HasSubstr("pytorch_model-00002-of-00002.bin: the file does not contain all tensors "
+                        "that the index lists for it: tensor lost.w is left out"));
 }
 
 TEST(TorchSaveTest, ReadsMegatronRankDirectories) {

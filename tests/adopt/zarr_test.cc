@@ -165,7 +165,8 @@ TEST(ZarrTest, ReadsArraysOfZarrPython218) {
   const std::string warnings = WarningsOf(plain.value());
   EXPECT_EQ(plain.value()->warnings().size(), 2u) << warnings;
   EXPECT_THAT(warnings, HasSubstr("tensor blosc: left out: .zarray: compressed with blosc"));
-  EXPECT_THAT(warnings, HasSubstr("tensor sparse: left out: 3 of its chunks are not stored"));
+  EXPECT_THAT(warnings,
+              HasSubstr("tensor sparse: left out: 3 of the tensor's chunks are not stored"));
   const auto megatron = Adopt(MegatronZarrFormat(), folder + "megatron");
   ASSERT_OK(megatron);
   EXPECT_THAT(megatron.value()->warnings(), IsEmpty());
@@ -201,10 +202,12 @@ TEST(ZarrTest, MissingChunksAreHolesOrFillValues) {
   EXPECT_THAT(ReadTensor(adopted.value(), "short"), HasCode(Code::kDataLoss));
   const std::string warnings = WarningsOf(adopted.value());
   EXPECT_THAT(warnings, HasSubstr("tensor hole: [0:2, 2:4] is not stored"));
-  EXPECT_THAT(warnings, HasSubstr("tensor filled: left out: 2 of its chunks are not stored and "
-                                  "consist of its fill value 0.0, which cannot be read in place"));
+  EXPECT_THAT(warnings,
+              HasSubstr("tensor filled: left out: 2 of the tensor's chunks are not stored and "
+                        "consist of the fill value 0.0, which cannot be read in place"));
   EXPECT_THAT(warnings, HasSubstr("short/1 has 7 bytes instead of 8"));
-  EXPECT_THAT(warnings, HasSubstr("tensor strange: 6 files in its directory are not chunks of it"));
+  EXPECT_THAT(warnings,
+              HasSubstr("tensor strange: 6 files in the tensor's directory are not chunks"));
 }
 
 TEST(ZarrTest, ErrorNamesTheUnsupportedFeature) {

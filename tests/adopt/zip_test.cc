@@ -203,7 +203,7 @@ TEST_F(ZipTest, RefusesWrongEndRecords) {
          z.zip64_end = true;
          z.count64 = 1;
        },
-       "the two end records disagree"},
+       "the end record and the zip64 end record disagree"},
       {[](ZipBuilder& z) {
          z.zip64_end = z.end_fields_in_64 = true;
          z.directory64_bytes = ~std::uint64_t{0};

@@ -186,7 +186,7 @@ Status Letters(Collective& c) {
   const Collective::Letter again[] = {{0, "x"}, {0, "y"}};
   const auto twice = c.NeighborAllToAll({again, last ? 2u : 0u}, {}, "to one twice");
   CONFORM(twice.status().code() == Code::kInvalidArgument);
-  CONFORM(twice.status().message().find("named twice") != std::string::npos);
+  CONFORM(twice.status().message().find("listed twice") != std::string::npos);
   // A message that its receiver does not expect, and one that nobody sends.
   CONFORM(c.NeighborAllToAll({again, last ? 1u : 0u}, {}, "not expected").status().code() ==
           Code::kInternal);

@@ -47,8 +47,9 @@ TEST(GroupViewTest, InvalidChannelsAndSubgroupsAreRefused) {
   };
   EXPECT_THAT(subgroup(comm, {1, 0}, 0), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(subgroup(comm, {0, 2}, 1),
-              testing::AllOf(HasCode(Code::kInvalidArgument), HasMessage("rank 1 is not in it")));
-  EXPECT_THAT(subgroup(comm, {}, 1), HasMessage("rank 1 is not in it"));
+              testing::AllOf(HasCode(Code::kInvalidArgument),
+                             HasMessage("this rank (1) is not in the list of ranks")));
+  EXPECT_THAT(subgroup(comm, {}, 1), HasMessage("this rank (1) is not in the list of ranks"));
   EXPECT_THAT(subgroup(comm, {1, 3}, 1),
               testing::AllOf(HasCode(Code::kInvalidArgument), HasMessage("rank 3")));
   EXPECT_THAT(subgroup(comm, {-1, 1}, 1), HasMessage("rank -1"));

@@ -270,7 +270,7 @@ TEST(TcpGroupTest, ErrorNamesTheDisagreementBetweenRanks) {
   const Status token = OfTwoThatDisagree([](auto&, TcpToken& t) { t[31] ^= 1; });
   EXPECT_EQ(token.code(), Code::kUnavailable) << token.ToString();
   EXPECT_THAT(token.message(), HasSubstr("rank 0 (host "));
-  EXPECT_THAT(token.message(), HasSubstr("do both ranks have the same token?"));
+  EXPECT_THAT(token.message(), HasSubstr("check that all ranks have the same token"));
   const Status fewer =
       OfTwoThatDisagree([](std::vector<std::string>& a, TcpToken&) { a.pop_back(); });
   EXPECT_EQ(fewer.code(), Code::kInvalidArgument) << fewer.ToString();

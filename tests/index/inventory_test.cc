@@ -158,7 +158,7 @@ TEST(InventoryMerger, RefusesDisagreement) {
   EXPECT_THAT(Merge({wild}), HasMessage("file number 1"));
   Inventory object = a;
   object.objects.push_back({.key = "rng"});
-  EXPECT_THAT(Merge({object, object}), HasMessage("object rng: written twice"));
+  EXPECT_THAT(Merge({object, object}), HasMessage("object rng: the part was written twice"));
   InventoryMerger twice;
   ASSERT_OK(twice.Add(a, "manifest/a.tmm"));
   EXPECT_THAT(twice.Add(a, "manifest/a.tmm"), HasCode(Code::kDataLoss));
@@ -183,7 +183,7 @@ TEST(InventoryMerger, MergedContentMustMatchTheCoordinatorList) {
   EXPECT_THAT(with(list), HasMessage("dtype, shape or digest"));
   list = CoordinatorInventory(merged);
   list.tensors.emplace_back(Meta("x", DType::kF32, {1}));
-  EXPECT_THAT(with(list), HasMessage("lists 2 tensors, the writers wrote 1"));
+  EXPECT_THAT(with(list), HasMessage("lists 2 tensors, but the writers wrote 1"));
 }
 
 TEST(CheckComplete, ErrorNamesTheMissingOrDuplicateBox) {
@@ -268,12 +268,13 @@ TEST(CheckComplete, ComparesLengthsWithRegionsAndFiles) {
   inventory.files[0].length = 128;
   inventory.manifests = {"manifest/a.tmm"};
   inventory.tensors[0].extents.Append(chunk);
-  EXPECT_THAT(CheckComplete(inventory), HasMessage("127 bytes stored, 128 needed"));
+  EXPECT_THAT(CheckComplete(inventory), HasMessage("127 bytes are stored, 128 are needed"));
   chunk.length = 128;
   inventory.files[0].length = 100;
   inventory.tensors[0].extents = ExtentTable(2);
   inventory.tensors[0].extents.Append(chunk);
-  EXPECT_THAT(CheckComplete(inventory), HasMessage("data/a: a chunk reaches past its end"));
+  EXPECT_THAT(CheckComplete(inventory),
+              HasMessage("data/a: a chunk reaches past the end of the file"));
 }
 
 TEST(CheckComplete, RefusesUnknownChunkKinds) {
@@ -286,7 +287,7 @@ TEST(CheckComplete, RefusesUnknownChunkKinds) {
     std::string odd = rows;
     odd[24] = static_cast<char>(odd[24] | flag);
     ASSERT_OK_AND_ASSIGN(inventory.tensors[0].extents, ExtentTable::FromPacked(2, odd));
-    EXPECT_THAT(CheckComplete(inventory), HasMessage("a chunk with unknown flags"));
+    EXPECT_THAT(CheckComplete(inventory), HasMessage("a chunk has unknown flags"));
     EXPECT_FALSE(inventory.tensors[0].extents.At(0).ok());
   }
 }
@@ -311,9 +312,9 @@ TEST(CheckComplete, RefusesNonCanonicalRows) {
     EXPECT_EQ(status.code(), Code::kDataLoss) << status.ToString();
     return status.message();
   };
-  EXPECT_THAT(check(52, 1), testing::HasSubstr("stored twice"));          // Its first element.
-  EXPECT_THAT(check(60, 12), testing::HasSubstr("44 bytes stored, 48"));  // Their number.
-  EXPECT_THAT(check(60, 0), testing::HasSubstr("44 bytes stored, 0"));
+  EXPECT_THAT(check(52, 1), testing::HasSubstr("stored twice"));              // Its first element.
+  EXPECT_THAT(check(60, 12), testing::HasSubstr("44 bytes are stored, 48"));  // Their number.
+  EXPECT_THAT(check(60, 0), testing::HasSubstr("44 bytes are stored, 0"));
   EXPECT_THAT(check(68 + 16, 1), testing::HasSubstr("row 0"));  // One row of the shape.
   EXPECT_THAT(check(24, 1 | std::uint64_t{44} << 32),
               testing::HasSubstr("a box has fields of a flat range"));
@@ -351,7 +352,7 @@ TEST(CheckComplete, SubByteChunksMustMeetAtWholeBytes) {
     return CheckComplete(inventory);
   };
   EXPECT_OK(check(8, 4, 8));
-  EXPECT_THAT(check(8, 5, 7), HasMessage("5 bytes stored, 4 needed"));
+  EXPECT_THAT(check(8, 5, 7), HasMessage("5 bytes are stored, 4 are needed"));
   EXPECT_THAT(check(7, 4, 8), HasCode(Code::kDataLoss));
   EXPECT_THAT(check(7, 3, 8), HasCode(Code::kDataLoss));
 }

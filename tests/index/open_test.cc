@@ -523,7 +523,8 @@ TEST_F(OpenTest, VerifyReportsUnexpectedFiles) {
   ASSERT_OK(HostFileSystem().CreateDirectory(Below("more")));
   const auto damages = Damages();
   ASSERT_EQ(damages.size(), 3u);
-  for (const auto& damage : damages) EXPECT_EQ(damage.reason, "not part of this checkpoint");
+  for (const auto& damage : damages)
+    EXPECT_EQ(damage.reason, "the file is not part of this checkpoint");
   EXPECT_EQ(damages[0].object, "data/stranger");
 }
 

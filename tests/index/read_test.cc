@@ -666,7 +666,7 @@ TEST(ReadDamage, ShortAndMissingFilesAreDataLoss) {
   ASSERT_OK_AND_ASSIGN(VerifyReport report,
                        VerifyCheckpoint(HostFileSystem(), f.dir.Join("c"), {.quick = true}));
   ASSERT_EQ(report.damages.size(), 1u);
-  EXPECT_EQ(report.damages[0].reason, "131103 bytes, 131104 expected");
+  EXPECT_EQ(report.damages[0].reason, "the file has 131103 bytes, 131104 expected");
   ASSERT_OK(HostFileSystem().RemoveFile(f.data));
   f.Reopen();
   const Status missing =

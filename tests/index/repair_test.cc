@@ -523,7 +523,7 @@ TEST_F(RepairTest, RepairChangesNothingOutsideTheStore) {
   const auto repaired = Repair("base", InCopy("base"));
   EXPECT_THAT(repaired, HasCode(Code::kDataLoss));
   EXPECT_THAT(repaired.status().message(),
-              HasSubstr("has the name of one of its parent directories"));
+              HasSubstr("has the name of a parent directory of this file"));
   EXPECT_EQ(FilesBelow(outside), before);
   // Another checkpoint keeps what a link of it leads to.
   ASSERT_OK(fs().RemoveFile(InStore("base/data")));

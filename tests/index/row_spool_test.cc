@@ -150,7 +150,7 @@ TEST(RowSpool, OverlappingRangesOfTwoWritersAreRefused) {
   }
   InventoryMerger merger;
   ASSERT_OK(AddAll(merger, writers));
-  EXPECT_THAT(merger.Finish(), HasMessage("data/w: the range of 32 bytes at 31 overlaps"));
+  EXPECT_THAT(merger.Finish(), HasMessage("data/w: the range of 32 bytes at byte 31 overlaps"));
 }
 
 TEST(RowSpool, FullDiskIsReported) {

@@ -358,7 +358,7 @@ TEST_F(StoreTest, ErrorNamesTheMissingManifest) {
   const Staging staging = Written(store, "step", spec);
   EXPECT_THAT(store.Publish(staging, TinyCoordinator(spec),
                             {.expected_manifests = {"rank-0.tmm", "rank-1.tmm", "rank-2.tmm"}}),
-              HasMessage("manifest/rank-2.tmm: missing"));
+              HasMessage("manifest/rank-2.tmm: the manifest is missing"));
   EXPECT_THAT(NamesIn(StorePath()), testing::Not(testing::Contains("step")));
   // Without the expectation the hole itself is found.
   ASSERT_OK(fs().RemoveFile(JoinPath(staging.directory, "manifest/rank-1.tmm")));

@@ -424,7 +424,7 @@ class Registered(support.Folder):
         tm.register_leaf_kind(kind)
         self.addCleanup(registry.unregister_leaf_kind, kind)
         for gives, error, words in (
-            ([1], tm.UnsupportedError, "tensor a.b: its LeafKind returns list"), (leaf, tm.UnsupportedError, "its LeafKind returns .*Odd"),
+            ([1], tm.UnsupportedError, "tensor a.b: the LeafKind of this value returns list"), (leaf, tm.UnsupportedError, "the LeafKind of this value returns .*Odd"),
             (tm.LayoutError("no box"), tm.LayoutError, "tensor a.b: no box"), (ZeroDivisionError("why"), ZeroDivisionError, "why"),
             (tm.ObjectPart("text"), tm.InvalidArgumentError, "object a.b: str, bytes were expected"),
         ):

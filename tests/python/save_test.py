@@ -235,7 +235,7 @@ class RoundTrip(support.Folder):
         """One policy for tensors and plain values, and nothing is touched before it is decided."""
         tm.save({"w": np.ones(3), "a": 1, "deep": {"b": [2, {"c": 3}], "t": [np.ones(2), 5]}}, "S/asked", replace=True)
         cases = [({"x": 0}, ["x"], "x"), ({"deep": {"z": None}}, ["deep.z"], "deep.z"),
-                 ({"v": np.zeros(3)}, ["v"], "v"), ({"w": 0}, ["w"], r"w \(a tensor is stored there\)"),
+                 ({"v": np.zeros(3)}, ["v"], "v"), ({"w": 0}, ["w"], r"w \(a tensor is stored under this name\)"),
                  ({"deep": {"t": 3}}, ["deep.t"], r"deep.t \(a tensor"),
                  ({"deep": {"b": [2, {"d": 0}]}}, ["deep.b.1.d"], "deep.b.1.d"),
                  ({"p": tm.PerRank(4)}, ["p"], "p")]

@@ -370,7 +370,7 @@ TEST_F(PublishStagingTest, InvalidNameSchemaOrCommonValueHasItsOwnCode) {
   ASSERT_OK(a.Flush());
   EXPECT_THAT(Publish("step"), HasCode(Code::kDataLoss));
   EXPECT_THAT(Lines(report_),
-              ElementsAre("bad_object|object rng[3]|schema.json declares no grid for it"));
+              ElementsAre("bad_object|object rng[3]|schema.json declares no grid for this object"));
   ASSERT_OK(AddSchema(fs(), staging.directory, "0000000000000001",
                       StagingSchema::Parse(R"({"objects": {"rng": {"grid": [4]}}})").value()));
   EXPECT_THAT(Publish("step"), HasCode(Code::kDataLoss));

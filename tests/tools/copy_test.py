@@ -100,7 +100,7 @@ class CopyTest(harness.ToolTest):
         (self.other / "step-1").rename(self.other / "renamed")
         result = self.run_tool("copy", self.store / "step-1", self.other, expect=2)
         self.assertIn("ALREADY_EXISTS", result.stderr)
-        self.assertIn("renamed: already holds this checkpoint under another name", result.stderr)
+        self.assertIn("renamed: the store already has this checkpoint under this other name", result.stderr)
 
     def test_invalid_copies_are_refused(self):
         self.assertIn("INVALID_ARGUMENT", self.run_tool("copy", self.store, self.store, expect=2).stderr)

@@ -25,7 +25,7 @@ class Errors(harness.ToolTest):
     def test_usage_errors_say_what_to_do(self):
         self.fails("import", self.dir / "missing", self.store / "a", code="NOT_FOUND", says="missing")
         (self.dir / "other").mkdir()
-        self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="an empty directory")
+        self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="the directory is empty")
         (self.dir / "other" / "notes.txt").write_text("x")
         self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="no COMMIT, no store.json")
         self.fails("compact", "a", "b", code="UNSUPPORTED", says="compact")
@@ -105,7 +105,7 @@ class Errors(harness.ToolTest):
         shutil.rmtree(path)
         path.mkdir()
         self.assertEqual(self.run_tool("info", self.store).stderr, "")
-        self.assertIn("not a checkpoint: a directory without COMMIT", self.run_tool("ls", self.store).stdout)
+        self.assertIn("the directory is not a checkpoint: it has no COMMIT", self.run_tool("ls", self.store).stdout)
         self.assertIn("a directory that is not a checkpoint", self.run_tool("fsck", self.store).stdout)
 
     def test_newer_latest_checkpoint_is_refused(self):

@@ -61,7 +61,7 @@ load st/step-1 --liveness -1 | --liveness
 diff st/step-1 | diff: | required
 diff st/step-1 nothere | nothere: no such file or directory
 diff st/step-1 st/step-2 --keys 'typo*' | --keys 'typo*': no key matches it
-diff st/step-1 empty | empty: an empty directory
+diff st/step-1 empty | empty: the directory is empty
 cat st/step-1 wte.weigth | no tensor wte.weigth | did you mean wte.weight
 cat st/step-1 WTE.weight | no tensor WTE.weight | did you mean wte.weight
 cat st/step-1 wteweight | no tensor wteweight | did you mean wte.weight
@@ -82,7 +82,7 @@ layout st/step-1 wte.weigth | wte.weigth | did you mean wte.weight
 layout st/step-1 wte.weight --svg nodir/a.svg | nodir/a.svg | No such file
 layout st/step-1 | layout: | required
 ls nothere | nothere: no such file or directory
-ls empty | empty: an empty directory
+ls empty | empty: the directory is empty
 ls other | other: | no COMMIT, no store.json
 ls notes.txt | notes.txt | not a file of a supported format
 ls st/step-1 'typo*' | 'typo*': no key of st/step-1 matches it | `tensormount ls st/step-1`
@@ -118,18 +118,18 @@ export st/step-1 s3://x/y --to npy | s3://x/y: is a URL
 export nothere out --to npy | nothere: no such file or directory
 adopt m.safetensors st/step-1 | st/step-1
 adopt st/step-1 st/a | st/step-1: already a tensormount checkpoint | `tensormount import`
-adopt empty st/a | empty: an empty directory
+adopt empty st/a | empty: the directory is empty
 adopt m.safetensors s3://x/y | s3://x: is a URL
 mount nothere mnt | nothere: no such file or directory
 mount st nomnt | mount point nomnt: no such directory
-mount empty mnt | `tensormount init empty` makes this directory a store | an empty directory
+mount empty mnt | `tensormount init empty` makes this directory a store | the directory is empty
 mount st full | full
 mount st mnt --verify sometimes | --verify sometimes
 mount st mnt --tier fast | --tier fast
 unmount mnt | mnt
 stats mnt | mnt
 verify nothere | nothere: no such file or directory
-verify empty | empty: an empty directory
+verify empty | empty: the directory is empty
 rm st/step-3 | st/step-3: no such checkpoint; nothing was removed | `tensormount ls st`
 rm st | st: is a store; name a checkpoint in it, st/NAME; nothing was removed
 rm nothere/a | nothere | No such file

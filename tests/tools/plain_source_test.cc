@@ -217,7 +217,7 @@ TEST_F(PlainSourceTest, InfoReportsUncountedSharedBytes) {
   const Ran other = RunCommand({"info", kFails + store_ + "/step-1"});
   EXPECT_EQ(other.status, 0) << other.err;
   EXPECT_THAT(other.out, HasSubstr("stored "));
-  EXPECT_THAT(other.err, HasSubstr("step-2, which cannot be read"));
+  EXPECT_THAT(other.err, HasSubstr("step-2 cannot be read, so"));
   fs.suffix = "step-1/COMMIT";
   int good = 0;
   for (;; ++good) {

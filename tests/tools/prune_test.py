@@ -62,14 +62,14 @@ class PruneTest(harness.ToolTest):
         self.steps(4)
         for words in (("--keep-last", "", "--keep-every", 100), ("--rules", "", "--keep-last", 1), ("--rules", ""),
                       ("--keep-last", 1, "--keep-best", "")):
-            self.assertIn("its value is empty", self.run_tool("prune", self.store, *words, expect=2).stderr)
+            self.assertIn("value of this option is empty", self.run_tool("prune", self.store, *words, expect=2).stderr)
         for words in (("--keep-last", 2, "--set-policy", "--dry-run"), ("--clear-policy", "--dry-run"),
                       ("--set-policy", "--clear-policy", "--keep-last", 2), ("--show-policy", "--keep-last", 2)):
             self.run_tool("prune", self.store, *words, expect=2)
         self.assertFalse((self.store / "policy.json").exists())
         self.assertEqual(len(self.names()), 4)
         for words in (("prune", self.store, "--keep-last=", "--dry-run"), ("pin", self.store / "step-1", "--reason=", "--json")):
-            self.assertIn("its value is empty", self.run_tool(*words, expect=2).stderr)
+            self.assertIn("the value of this option is empty", self.run_tool(*words, expect=2).stderr)
         self.run_tool("pin", self.store / "step-1", "--reason", "")
 
     def test_unreadable_checkpoint_is_kept_and_reported(self):

@@ -147,7 +147,7 @@ class RoundTrip(harness.ToolTest):
                 (line,) = [l for l in lines if l.startswith(f"common         {name}: ")]
                 self.assertLessEqual(len(line), 180)
         result = self.run_tool("cat", golden, next(iter(self.json_lines("info", golden, "--common")[0])), expect=2)
-        self.assertIn("it is a common value; `tensormount info", result.stderr)
+        self.assertIn("the key is that of a common value; `tensormount info", result.stderr)
         self.fails("info", golden, "w", "--common", code="INVALID_ARGUMENT", says="takes no KEY")
         # Long ones are cut, many are counted.
         values = {f"v{i:02}": i for i in range(30)} | {"long": "ü" * 5000, "\x1b[2J": 1}

@@ -301,7 +301,7 @@ class Registered(support.Folder):
             run.accelerator.load_state()
             run.accelerator.project_configuration.iteration = 1
             run.accelerator.save_state()
-        self.assertIn("checkpoint_1: its save was interrupted", logs.output[0])
+        self.assertIn("checkpoint_1: skipped, because the save of this checkpoint was interrupted", logs.output[0])
         self.assertEqual(run.accelerator.step, 4)
         self.assertEqual(visible("killed/checkpoints"), ["checkpoint_1"])
         self.assertTrue(tm.verify("killed/checkpoints/checkpoint_1/tm-state")["whole"])

@@ -723,7 +723,7 @@ class OnOneRank(support.Folder):
         sparse.data = sparse.data.to_sparse()
         other = ShardedTensor.from_rank_offsets("w", torch.zeros(1000), (0, 1, 2))
         for leaf, why in ((flat, "tensor flat: .*flattened range"), (sparse, "tensor sparse: .*sparse"),
-                          (other, "tensor w: has the global shapes")):
+                          (other, "tensor w: has two global shapes")):
             os.makedirs("refused", exist_ok=True)
             with tm.megatron.install(), self.assertRaisesRegex(tm.Error, why):
                 dc.save(self.state(1, leaf=leaf), "refused", validate_access_integrity=False)

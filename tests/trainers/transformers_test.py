@@ -266,13 +266,13 @@ class Registered(support.Folder):
         process.join(120)
         self.assertEqual(process.exitcode, -signal.SIGKILL)
         self.assertEqual(visible("killed"), ["checkpoint-4", "checkpoint-8"])
-        with self.assertRaisesRegex(tm.CheckpointNotFoundError, "checkpoint-8: has no checkpoint, because"):
+        with self.assertRaisesRegex(tm.CheckpointNotFoundError, "checkpoint-8: the directory has no checkpoint: its save was interrupted"):
             self.train("killed", resume="killed/checkpoint-8")
-        with self.assertRaisesRegex(tm.CheckpointNotFoundError, "nothing: has no complete checkpoint"):
+        with self.assertRaisesRegex(tm.CheckpointNotFoundError, "nothing: the directory has no complete checkpoint"):
             self.train("nothing", resume=True)
         with self.assertLogs("tensormount", logging.WARNING) as logs:
             again = self.train("killed", resume=True, max_steps=6, save_steps=6, save_total_limit=1)
-        self.assertIn("checkpoint-8: its save was interrupted", logs.output[0])
+        self.assertIn("checkpoint-8: skipped, because the save of this checkpoint was interrupted", logs.output[0])
         self.assertEqual(len(losses(again)), 6)
         self.assertEqual(visible("killed"), ["checkpoint-6"])  # What was left of the other is removed.
 

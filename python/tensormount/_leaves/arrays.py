@@ -12,7 +12,8 @@ from tensormount._leaves.base import ArrayKind, Facts, shared, type_name
 from tensormount._shards import LOAD, UNLABELLED, VALIDATE, Dims, Shard, distinct
 from tensormount.errors import LayoutError, UnsupportedError
 
-# Without types under a byte, whose elements take a whole byte in NumPy.
+# The number in c.h for each name of NumPy. Types under a byte are left out, because each of their elements takes a
+# whole byte in NumPy.
 _NUMBERS = {row.numpy: row.number for row in all_dtypes() if row.bits % 8 == 0}
 _NO_BYTES = ctypes.c_char * 0
 
@@ -78,7 +79,8 @@ class NumpyKind(ArrayKind):
         try:
             return list(map(ctypes.addressof, map(_NO_BYTES.from_buffer, leaves)))
         except (TypeError, ValueError, BufferError):
-            # Read-only arrays, arrays with gaps, and types of ml_dtypes. Four times as slow.
+            # from_buffer refuses read-only arrays, arrays with gaps, and types of ml_dtypes. This way is four times as
+            # slow.
             return [a.__array_interface__["data"][0] for a in leaves]
 
     def examine(self, leaves: Sequence[Any], loads: bool) -> Optional[Tuple[Facts, List[int]]]:

@@ -26,7 +26,7 @@ class DTensorKind(tensors.TensorKind):
         return issubclass(kind, self.exact())
 
     def exact(self) -> Tuple[type, ...]:
-        # The module is imported if there is a DTensor.
+        # If a DTensor exists, this module is imported already.
         module = sys.modules.get("torch.distributed.tensor")
         kind = getattr(module, "DTensor", None) if module is not None else None
         return (kind,) if kind is not None else ()
@@ -79,7 +79,7 @@ class DTensorKind(tensors.TensorKind):
             return None
         placed = _placements(leaves)
         kinds = set(map(type, itertools.chain.from_iterable(placed[1])))
-        if any(kind.__hash__ is None for kind in kinds):  # No known placement.
+        if any(kind.__hash__ is None for kind in kinds):  # A placement of an unknown kind.
             return None
         found[0].like.extend(placed)
         return found

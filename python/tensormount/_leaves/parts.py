@@ -61,7 +61,7 @@ def describe_part(key: str, part: Part, purpose: str) -> Shard:
         extent, flat = part.flat.extent, (part.flat.first, part.held[0])
     return shard._replace(
         global_shape=part.shape, begin=begin, extent=extent, flat=flat, replica=part.replica,
-        owner=part,  # Its own, so that two parts with the same memory are refused in loads.
+        owner=part,  # Each part is its own owner, so that loads refuse two parts with the same memory.
     )
 
 
@@ -126,7 +126,8 @@ class JaxKind(ArrayKind):
                     f"tensor {key}: a shard has the shape {data.shape}, but its index gives {extent} "
                     f"at {begin}"
                 )
-            # Without a label if the array belongs to this process alone: other ranks may have the same array.
+            # The parts have no label if the array belongs to this process alone, because other ranks may have the same
+            # array.
             replica = None
             if not leaf.is_fully_addressable:
                 replica = "main" if shard.replica_id == 0 else "copy"

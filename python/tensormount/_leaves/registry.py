@@ -9,14 +9,14 @@ from tensormount._leaves.base import ArrayKind, LeafKind, type_name
 from tensormount._shards import LOAD, PURPOSES, SAVE, Shard
 from tensormount.errors import InvalidArgumentError, UnsupportedError
 
-# In the order in which they are tried. Set by _leaves/__init__.py.
+# The built-in kinds in the order in which they are tried. Set by _leaves/__init__.py.
 BUILT_IN: Tuple[ArrayKind, ...] = ()
 _registered: List[LeafKind] = []
 # Types whose kind was looked up; None: no kind.
 _known: Dict[type, Optional[LeafKind]] = {}
 _MAX_KNOWN = 4096
 _UNKNOWN = object()
-# Exceptions of leaves that have no plain memory.
+# Exceptions that leaves without plain memory raise.
 _MEMORY_ERRORS = (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError)
 
 

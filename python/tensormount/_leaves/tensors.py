@@ -19,7 +19,7 @@ from tensormount._leaves.base import ArrayKind, Facts, shared, type_name
 from tensormount._shards import LOAD, SAVE, UNLABELLED, VALIDATE, Dims, Shard, distinct
 from tensormount.errors import LayoutError, UnsupportedError
 
-# One element of this dtype is two f4 elements in a byte.
+# The number in c.h for the name of each torch dtype. One element of float4_e2m1fn_x2 is two f4 elements in a byte.
 _NUMBERS = {row.torch: row.number for row in all_dtypes() if row.torch is not None}
 _NUMBERS["float4_e2m1fn_x2"] = TM_F4
 
@@ -74,7 +74,7 @@ class TensorKind(ArrayKind):
     def new_addresses(self, leaves: Sequence[Any], loads: bool, facts: Facts) -> Optional[List[int]]:
         if _has_read_only(leaves, loads):
             return None
-        # In one pass over the tensors, so that each is fetched into the processor's cache once.
+        # All checks are in one pass over the tensors, so that each is fetched into the processor's cache once.
         found = [
             t.data_ptr()
             for t, dtype, shape, strides, offset, size in zip(leaves, *facts.like[:3], *facts.storage)
@@ -235,7 +235,7 @@ def shard_of(
     assert steps is not None
     address = local.address
     if address and any(at):
-        # A pair of f4 is one byte.
+        # One element is a pair of f4 in one byte.
         address += max(1, info(local.dtype).bits // 8) * sum(b * s for b, s in zip(at, steps))
     strides = None if _packed(extent, steps) else steps
     if local.dtype == TM_F4:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`install` and `SaveStrategy`: what takes the place of the functions of megatron.core.dist_checkpointing that save
-and read."""
+"""`install` and `SaveStrategy`, which replace the functions of megatron.core.dist_checkpointing that save and read."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (DistributedOptimizer, _LOAD_PARAM_STATE, ("state_dict",)),
 )
 _ORIGINAL: dict[str, Any] = {name: _plugins.find("megatron", owner, name) for owner, name, _ in _SEAM}
-# Methods that a class inherits: they are deleted to be put back.
+# Methods that a class inherits. `undo` deletes our method, so that the inherited one is found again.
 _INHERITED = [(owner, name) for owner, name, _ in _SEAM if name not in vars(owner)]
 
 
@@ -227,7 +226,7 @@ def _param_state(
     except Error as error:
         # The other ranks would wait for this one. A save finds the error in the state dict, and fails on all ranks; a
         # load finds that this key is not stored.
-        log.error("the state of the distributed optimizer: %s", error)
+        log.error("the state of the distributed optimizer cannot be saved or loaded: %s", error)
         key = f"tensormount.refused.{torch.distributed.get_rank()}"
         return {0: {"refused": mapping.ShardedObject(key, error, (1,), (0,))}}
 
@@ -271,7 +270,7 @@ class _Saves:
     def __init__(
         self, store: Optional[_plugins.PathLike], root: Optional[_plugins.PathLike], options: _save.SaveOptions
     ) -> None:
-        _save.read_options(**options)  # Raises errors of the options now.
+        _save.read_options(**options)  # Wrong options raise here, not at the first save.
         self.places = _plugins.Places(store, root)
         self._options: _save.SaveOptions = {"replace": True, "replicas": "warn", **options}
 
@@ -292,7 +291,7 @@ class _Saves:
         try:
             path = _lock_until_end(job)
         except BaseException:
-            job.cancel()  # On all ranks.
+            job.cancel()  # Cancels the save on all ranks.
             raise
 
         def finish() -> None:
@@ -328,7 +327,8 @@ class _Saves:
         if self.places.store is not None or not self._options["replace"] or torch.distributed.get_rank() != 0:
             return
         try:
-            # The store has this one checkpoint: what it replaced takes no space while nobody reads it.
+            # The directory is a store with only this checkpoint. The replaced one is freed now, unless a reader has it
+            # open.
             Store(directory).gc(grace=0)
         except Error as error:
             log.warning("%s: the space of the replaced checkpoint is not freed: %s", directory, error)
@@ -360,7 +360,7 @@ def _fill(built: State, sharded_state_dict: Any, only_main: bool, group: Group) 
     leaves = [(mapping.is_main_replica(one.replica_id), one) for one in dict_utils.nested_values(sharded_state_dict)]
     for main, leaf in sorted(leaves, key=lambda pair: not pair[0]):
         if isinstance(leaf.data, Error):
-            raise leaf.data  # Of _param_state.
+            raise leaf.data  # `_param_state` has put the error into the state dict.
         if isinstance(leaf, mapping.ShardedObject):
             if main:
                 index, grid = _numbers(leaf.global_offset), _numbers(leaf.global_shape)
@@ -374,7 +374,7 @@ def _fill(built: State, sharded_state_dict: Any, only_main: bool, group: Group) 
             continue
         if shapes.setdefault(leaf.key, _numbers(leaf.global_shape)) != _numbers(leaf.global_shape):
             raise LayoutError(
-                f"tensor {leaf.key}: has the global shapes {shapes[leaf.key]} and {tuple(leaf.global_shape)}",
+                f"tensor {leaf.key}: has two global shapes, {shapes[leaf.key]} and {tuple(leaf.global_shape)}",
                 key=leaf.key,
             )
         label = None if not with_copies else "main" if main else "copy"
@@ -388,7 +388,7 @@ def _fill(built: State, sharded_state_dict: Any, only_main: bool, group: Group) 
     built.add_tensors(items.items(), SAVE, cache_of(group), group.size)
     for (key, index, grid), data in objects.items():
         content = io.BytesIO()
-        torch.save(data, content)  # A list, as in Megatron's own checkpoints.
+        torch.save(data, content)  # `data` is a list, as in Megatron's own checkpoints.
         built.add_object(key, content.getvalue(), index, grid)
 
 
@@ -408,7 +408,8 @@ def _data(leaf: Any) -> Any:
         )
     data = leaf.data.detach()
     if type(data) is not torch.Tensor and hasattr(data, "dequantize"):
-        data = data.dequantize()  # Of Transformer Engine. Megatron's own writer stores its values, too.
+        # A tensor of Transformer Engine. Megatron's own writer stores its dequantised values, too.
+        data = data.dequantize()
     return data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
 
 
@@ -456,12 +457,12 @@ class _Reader(_dcp.Reader):
     """Gives parts of objects the names that Megatron has for them: KEY/shard_INDEX_GRID."""
 
     def __init__(self, path: _plugins.PathLike) -> None:
-        super().__init__(path, convert=True)  # Megatron converts in silence.
+        super().__init__(path, convert=True)  # Megatron converts dtypes without an error.
         self._parts: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._metadata: Any = None
 
     def read_metadata(self) -> Any:
-        # Megatron reads it before and after a load.
+        # Megatron reads the metadata before and after a load.
         if self._metadata is None:
             self._metadata = super().read_metadata()
         return self._metadata

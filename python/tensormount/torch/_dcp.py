@@ -115,7 +115,7 @@ class Writer(_CheckpointPath, StorageWriter):
         self._published = False
         self._per_rank = tuple(per_rank)
         self._options = options
-        _save.read_options(**options)  # Raises errors of the options now.
+        _save.read_options(**options)  # Wrong options raise here, not at the first save.
         self._plan: Optional[SavePlan] = None
         self._coordinator = False
         self._collective = True
@@ -164,14 +164,15 @@ class Writer(_CheckpointPath, StorageWriter):
         return dataclasses.replace(plan, items=[], planner_data={}, storage_data=own)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # usable: a planner that caches plans would otherwise give its ranks what an earlier save was told.
+        # usable=True, because a planner that caches plans would otherwise give its ranks the storage_data of an earlier
+        # save.
         if not all(isinstance(plan.storage_data, tuple) for plan in plans):
             return [dataclasses.replace(plan, storage_data=None, usable=True) for plan in plans]
         ranks = tuple(rank for rank, _ in (plan.storage_data for plan in plans))
         # A range takes few bytes, whatever the number of ranks.
         members: Sequence[int] = ranks if ranks != tuple(range(len(ranks))) else range(len(ranks))
-        # The ranks keep their group if all of them have the same one. A new name is of this save alone: saves
-        # that run beside each other never meet in one group.
+        # The ranks keep their group if all of them have the same one. Otherwise they make a group with a new random
+        # name, so that saves that run at the same time never meet in one group.
         tokens = {token for _, token in (plan.storage_data for plan in plans)}
         (token,) = tokens if len(tokens) == 1 else (None,)
         assigned = (token or secrets.token_hex(8), members)
@@ -413,7 +414,7 @@ class Reader(_CheckpointPath, StorageReader):
         self._verify = verify
         self._convert = bool(_save.flag("convert", convert))
         self._roots = roots
-        _load.read_options(verify=verify, roots=roots)  # Raises errors of the options now.
+        _load.read_options(verify=verify, roots=roots)  # Wrong options raise here, not at the first load.
         self._checkpoint: Any = None
         self._resolved: Optional[str] = None  # The path that was opened, which "latest" named.
         self._names: Optional[_dcp_names.DcpNames] = None
@@ -452,10 +453,10 @@ class Reader(_CheckpointPath, StorageReader):
             self._names = _dcp_names.dcp_names(keys, checkpoint.objects.names(), values, names)
         return self._names
 
-    # Without **kwargs: DCP would try again with rank= on the rank that failed, and without collectives, while the
-    # other ranks wait for it in one.
+    # Takes no **kwargs: otherwise DCP would call it again on the rank where it failed, with rank= and without
+    # collectives, while the other ranks wait for this rank in a collective.
     def read_metadata(self) -> Metadata:
-        self._close()  # An earlier load that failed has left it open.
+        self._close()  # An earlier load that failed may have left the checkpoint open.
         checkpoint = self._opened()
         named = self._dcp_names()
         found: dict[str, Any] = {}
@@ -534,13 +535,13 @@ class Reader(_CheckpointPath, StorageReader):
         with Group.single() as group:
             pending = _load._LoadRequest({})
             pending.group = group
-            # The path that was opened, because "latest" may have changed since.
+            # Loads from the path that was opened, because "latest" may name another checkpoint since.
             options = _load.read_options(verify=self._verify, rules=rules, roots=self._roots)
             loaded = _load.start(
                 built, checkpoint.path, group, group._handle(), options, pending
             ).wait()
         if checkpoint.uuid is not None and loaded.uuid != checkpoint.uuid:
-            raise LayoutError(f"{checkpoint.path}: was replaced while it was loaded")
+            raise LayoutError(f"{checkpoint.path}: the checkpoint was replaced while it was loaded; load again")
         for target, into in copies:
             target.copy_(into)
         for item, target in filled:
@@ -595,7 +596,7 @@ class Reader(_CheckpointPath, StorageReader):
             try:
                 return bytes(checkpoint.object(key))
             except KeyNotFoundError:
-                # Each rank has its own (Writer(per_rank=...)).
+                # The object has a part for each rank (Writer(per_rank=...)).
                 rank = torch.distributed.get_rank() if _has_process_group() else 0
                 return bytes(checkpoint.object(key, (rank,)))
         if self._common is None:
@@ -630,7 +631,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
         stored = self.metadata.state_dict_metadata
-        # Including tensors for which DCP's planner has no request on this rank.
+        # All such tensors, also those for which DCP's planner has no request on this rank.
         strided = {
             key: leaf
             for key, leaf in self.state_dict.items()

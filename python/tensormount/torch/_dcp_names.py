@@ -51,7 +51,7 @@ def dcp_names(
     for name in whole:
         found.values.setdefault(name, name)
     paths = _paths.stored_paths(values)
-    # Structures come last, because they also have the types of keys.
+    # The paths of structures replace others, because they also have the types of keys.
     paths.update(found.paths)
     for name in whole:
         if name not in objects and name not in encoded:

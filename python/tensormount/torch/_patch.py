@@ -30,7 +30,7 @@ else:
 
 TESTED = ("2.13",)
 
-# Both derive classes of their own from DCP's, so they must be imported before DCP's names are replaced.
+# Both modules derive classes from DCP's, so they must be imported before DCP's names are replaced.
 for _module in ("_fsspec_filesystem", "hf_storage"):
     try:
         importlib.import_module(f"torch.distributed.checkpoint.{_module}")
@@ -47,7 +47,8 @@ _ORIGINAL: dict[str, Any] = {
         (_THREAD, state_dict_saver),
     )
 }
-# Rank 0's value: which checkpoint of DCP's own writer the directory had when this one was saved.
+# Name of rank 0's value with the fingerprint of the checkpoint of DCP's own writer that was in the directory at the
+# save.
 _BESIDE = "tensormount.dcp_beside"
 
 
@@ -117,7 +118,7 @@ class patch_dcp:
         self.undo()
 
 
-# The innermost one is the last.
+# The settings of each active `patch_dcp`. The innermost is the last.
 _active: list[_Settings] = []
 
 
@@ -183,7 +184,7 @@ class FileSystemWriter(_dcp.Writer):
         super().reset(checkpoint_id)
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        # As DCP's writer: programs look for the directory, and put files of their own into it.
+        # Makes the directory, as DCP's writer does, because programs look for it and put files of their own into it.
         os.makedirs(self._directory, exist_ok=True)
         return super().prepare_local_plan(plan)
 
@@ -191,7 +192,8 @@ class FileSystemWriter(_dcp.Writer):
         super().finish(metadata, results)
         if self._places.store is None and self._options.get("replace"):
             try:
-                # The store has this one checkpoint: what it replaced takes no space while nobody reads it.
+                # The directory is a store with only this checkpoint. The replaced one is freed now, unless a reader has
+                # it open.
                 Store(self._directory).gc(grace=0)
             except Error as error:
                 log.warning("%s: the space of the replaced checkpoint is not freed: %s", self._directory, error)
@@ -241,7 +243,7 @@ class FileSystemReader(StorageReader):
         reader = self._reader()
         if isinstance(reader, _dcp.Reader):
             if "rank" in kwargs:
-                raise InvalidArgumentError(f"{reader._path}: has no metadata of one rank")
+                raise InvalidArgumentError(f"{reader._path}: the checkpoint has no metadata of a single rank")
             return reader.read_metadata()
         return reader.read_metadata(*args, **kwargs)
 
@@ -315,7 +317,7 @@ def _fingerprint(directory: str) -> str:
     digest = hashlib.sha256()
     found = False
     for name in names:
-        # Each rank has one of its own where DCP uses no collectives.
+        # If DCP uses no collectives, each rank has a metadata file of its own.
         if name == ".metadata" or (name.startswith("__") and name.endswith(".metadata")):
             found = True
             with open(os.path.join(directory, name), "rb") as file:

@@ -89,7 +89,7 @@ def async_save(
     if not isinstance(saver, _saver.Saver):
         raise InvalidArgumentError(f"saver={saver!r}: a tensormount.Saver was expected")
     if group is not None and group is not saver.group:
-        raise InvalidArgumentError("group and saver: the saver belongs to another group")
+        raise InvalidArgumentError("the saver belongs to another group than the one passed as group=")
     return saver.save(_state_to_save(model, optim, extra, ignore_frozen), path, **options)
 
 
@@ -244,7 +244,7 @@ class _TrainRequest:
             self.stored = _stored_groups(self.groups, found)
             known = {name for group in found for name in _params_of(group) or ()}
             if any(name not in known for group in self.groups for name in group["params"]):
-                raise LayoutError(f"{_OTHER_GROUPS}: some were added", key="optim.param_groups")
+                raise LayoutError(f"{_OTHER_GROUPS}: groups were added since the save", key="optim.param_groups")
         optim["param_groups"] = [
             {**group, **({} if number is None else found[number]), "params": group["params"]}
             for group, number in zip(self.groups, self.stored)
@@ -336,9 +336,10 @@ def _state_to_save(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> A
         return FailedState(error)
 
 
-# Slots that parameters have only while an option of their group is on. The option may have changed since.
+# Slots that parameters have only while an option of their group is on. The option may have changed since a slot was
+# made.
 _OPTION_OF_SLOT = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
-_warned_kinds: set[str] = set()  # Optimizers that are not PyTorch's, and were warned of.
+_warned_kinds: set[str] = set()  # Kinds of optimizers, not PyTorch's, for which a warning was logged.
 
 
 def _check_slots(optim: dict[str, Any], optimizers: Sequence[Any], model: dict[str, Any]) -> None:
@@ -368,7 +369,7 @@ def _check_slots(optim: dict[str, Any], optimizers: Sequence[Any], model: dict[s
                 raise LayoutError(said, key=f"optim.state.{name}.{slot}")
             if one is not None and kind.__qualname__ not in _warned_kinds:
                 _warned_kinds.add(kind.__qualname__)
-                log.warning("%s; saved as it is (%s)", said, kind.__qualname__)
+                log.warning("%s; its state is saved as it is (%s)", said, kind.__qualname__)
 
 
 def _lacking_slot(
@@ -443,7 +444,8 @@ def _moments_to_fill(
             one.state.clear()
             for parameter in _parameters(one):
                 parameter.grad = None  # _init_optim_state does nothing if there are gradients.
-            # A step with a learning rate of 0 still changes infinity to NaN, and -0 to 0.
+            # The weights are restored afterwards, because a step with a learning rate of 0 still changes infinity to
+            # NaN, and -0 to 0.
             weights = [parameter.detach().clone() for parameter in _parameters(one)]
             try:
                 _init_optim_state(one)
@@ -481,7 +483,7 @@ class _SavedOptimizer(NamedTuple):
     moments: Optional[dict[str, Any]]
     parameters: frozenset[str]
     groups: list[Any]
-    uuid: Optional[str]  # The checkpoint.
+    uuid: Optional[str]  # The uuid of the checkpoint.
 
 
 def _saved_optimizer(
