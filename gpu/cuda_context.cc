@@ -76,14 +76,12 @@ CudaScope::CudaScope(CudaContext& context) : context_(context) {
   pushed_ = true;
   // In relaxed mode this thread's calls do not invalidate graph captures of other threads. If the
   // mode cannot be changed, the scope works without that protection.
-  if (driver.cuThreadExchangeStreamCaptureMode(&capture_mode_) != cuda::kSuccess) {
-    capture_mode_ = cuda::kCaptureModeRelaxed;
-  }
+  mode_changed_ = driver.cuThreadExchangeStreamCaptureMode(&capture_mode_) == cuda::kSuccess;
 }
 
 CudaScope::~CudaScope() {
   if (!pushed_) return;
-  (void)context_.driver().cuThreadExchangeStreamCaptureMode(&capture_mode_);
+  if (mode_changed_) (void)context_.driver().cuThreadExchangeStreamCaptureMode(&capture_mode_);
   cuda::Context popped = nullptr;
   (void)context_.driver().cuCtxPopCurrent(&popped);
 }

@@ -76,7 +76,8 @@ class CudaScope {
   CudaContext& context_;
   Status status_;
   bool pushed_ = false;
-  int capture_mode_ = cuda::kCaptureModeRelaxed;
+  bool mode_changed_ = false;
+  int capture_mode_ = cuda::kCaptureModeRelaxed;  // The thread's own mode once it is changed.
 };
 
 // A DeviceMark implemented as a CUDA event.

@@ -133,9 +133,10 @@ namespace {
 
 // Checks the memory of an added shard, and the shard itself (CheckShard).
 Status CheckAdded(const Shard& shard) {
+  // CheckShard comes first: CheckMemory computes with strides that must not overflow.
+  TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard));
   TENSORMOUNT_RETURN_IF_ERROR(shard.metadata_only ? CheckDescription(shard.data)
                                                   : CheckMemory(shard.data));
-  TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard));
   if (!shard.metadata_only && !shard.region.empty() && shard.data.data == nullptr) {
     return Status(Code::kInvalidArgument, "the buffer is null");
   }

@@ -38,9 +38,12 @@ std::string DcpFileName(std::uint32_t file) { return fmt::format("__{}_0.distcp"
 DcpCut::DcpCut(const TensorMeta& meta, std::uint64_t chunk_bytes) : meta_(meta) {
   if (meta.bytes() <= chunk_bytes) return;
   const Dims shape = TorchDims(meta.dtype(), meta.shape());
-  // Shape [1, 8, 64] is cut along axis 1. The loop ends if chunk_bytes is at least the size of an
-  // element, because the tensor then has more than one element.
-  while (shape[axis_] == 1) ++axis_;
+  // Shape [1, 8, 64] is cut along axis 1. An element is not cut, even if it exceeds chunk_bytes.
+  while (axis_ < shape.rank() && shape[axis_] == 1) ++axis_;
+  if (axis_ == shape.rank()) {
+    axis_ = 0;
+    return;
+  }
   const std::int64_t extent = shape[axis_];
   row_bytes_ = meta.bytes() / static_cast<std::uint64_t>(extent);
   rows_ = static_cast<std::int64_t>(std::max<std::uint64_t>(chunk_bytes / row_bytes_, 1));

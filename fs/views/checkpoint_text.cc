@@ -40,8 +40,9 @@ std::string ObjectLine(const ObjectRecord& object) {
     line +=
         fmt::format(R"("index": {}, "grid": {}, )", DimsText(object.index), DimsText(object.grid));
   }
-  return line +
-         fmt::format(R"("bytes": {}, "hash": "xxh3-128:{}"}})", object.length, object.hash.ToHex());
+  line += fmt::format(R"("bytes": {})", object.length);
+  if (object.has_hash()) line += fmt::format(R"(, "hash": "xxh3-128:{}")", object.hash.ToHex());
+  return line + "}";
 }
 
 // Appends an item of a list; items after the first begin with the separating comma.

@@ -38,8 +38,8 @@ class ObjectsView : public KeyedView {
     const std::string_view stored = objects_.stored_key(key.number);
     if (!stored.empty() && stored != part.key) all["stored_key"] = stored;
     // The hash of the stored bytes, with which a copy can be checked without reading the mount
-    // again. Parts without a hash (foreign checkpoints, `adopt --quick`) show zeros.
-    all["hash"] = "xxh3-128:" + part.hash.ToHex();
+    // again. Parts of foreign checkpoints and of `adopt --quick` have none.
+    if (part.has_hash()) all["hash"] = "xxh3-128:" + part.hash.ToHex();
     if (part.grid.rank() > 0) {
       all["index"] = DimsText(part.index);
       all["grid"] = DimsText(part.grid);

@@ -68,6 +68,12 @@ class Repairer {
     if (!options_.dry_run) TENSORMOUNT_RETURN_IF_ERROR(BeginWork());
     const AtExit end([this] { EndWork(); });
     TENSORMOUNT_RETURN_IF_ERROR(ReadOwnCommit());
+    if (record_.read_compatible != 0 && !options_.dry_run) {
+      return Status(Code::kReadOnly,
+                    report_.path +
+                        ": a checkpoint of a newer format, which this version can only "
+                        "read: it has read-compatible feature bits");
+    }
     report_.uuid = record_.uuid.ToString();
     TENSORMOUNT_RETURN_IF_ERROR(CheckManifests());
     TENSORMOUNT_RETURN_IF_ERROR(CheckIndex());

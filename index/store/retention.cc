@@ -36,12 +36,13 @@ MetricValue NumberOf(const std::string& metric, const CommonValue& value) {
     return {.number = static_cast<long double>(*n), .problem = {}};
   }
   if (const auto* x = value.get_if<double>()) {
-    if (std::isnan(*x)) return {.number = {}, .problem = "has a " + metric + " that is NaN"};
+    if (std::isnan(*x))
+      return {.number = {}, .problem = "has a value of " + metric + " that is NaN"};
     return {.number = static_cast<long double>(*x), .problem = {}};
   }
-  return {
-      .number = {},
-      .problem = "has a " + metric + " that is not a number: " + std::string(value.kind_name())};
+  return {.number = {},
+          .problem = "has a value of " + metric +
+                     " that is not a number: " + std::string(value.kind_name())};
 }
 
 // Reads a metric. "eval.loss" is the common value "eval.loss" or, if that does not exist, the item

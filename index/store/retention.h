@@ -24,7 +24,7 @@ namespace tensormount::retention {
 // A checkpoint's value for one metric.
 struct MetricValue {
   std::optional<long double> number;  // Wide enough for every 64-bit integer and every double.
-  // Reason for a missing number: "has no eval.loss", "has a eval.loss that is NaN".
+  // Reason for a missing number: "has no eval.loss", "has a value of eval.loss that is NaN".
   std::string problem;
 };
 

@@ -676,6 +676,20 @@ TEST_F(CudaDeviceTest, ForkedChildIsRefused) {
 
 // Every function that may fail, at its first and at later calls: an error in words, and the next
 // try is right.
+// A scope that could not change the thread's mode does not change it at its end either.
+TEST_F(CudaDeviceTest, CaptureModeIsRestoredOnlyIfItWasChanged) {
+  const auto device = First();
+  const auto left = std::make_shared<std::atomic<int>>(1);
+  TheFakeCuda().set_fault([=](std::string_view what) {
+    return what == "cuThreadExchangeStreamCaptureMode" && (*left)-- > 0 ? cuda::kNotPermitted
+                                                                        : cuda::kSuccess;
+  });
+  EXPECT_OK(device->Allocate(16).status());
+  TheFakeCuda().set_fault({});
+  EXPECT_LT(left->load(), 1);
+  EXPECT_EQ(TheFakeCuda().capture_mode(), 0);
+}
+
 TEST_F(CudaDeviceTest, FailureOfEveryCudaFunctionIsHandled) {
   const char* const functions[] = {"cuMemAllocFromPoolAsync",
                                    "cuMemHostRegister",

@@ -450,6 +450,7 @@ Error cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   return cuda::kSuccess;
 }
 Error cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (const Error f = Faulted("cuThreadExchangeStreamCaptureMode"); f != 0) return f;
   std::swap(*mode, Mine().capture_mode);
   return cuda::kSuccess;
 }

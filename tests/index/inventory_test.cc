@@ -377,7 +377,7 @@ TEST(FileRoots, RefuseOverlappingAndOutOfFileRanges) {
   EXPECT_NE(roots.value()[0].root, Hash128{});
   EXPECT_EQ(roots.value()[0].ranges, 1u);
   inventory.extras.push_back({.file = 0, .offset = 127, .length = 1});
-  EXPECT_THAT(FileRootsOf(inventory), HasMessage("at 127 overlaps the range before it"));
+  EXPECT_THAT(FileRootsOf(inventory), HasMessage("at byte 127 overlaps the range before it"));
   inventory.extras[0].offset = 128;
   EXPECT_THAT(FileRootsOf(inventory), HasMessage("reaches past the end"));
   inventory.files[0].length = 129;

@@ -152,6 +152,23 @@ TEST_F(RepairTest, BothDamagedCopiesOfCommitAreRepaired) {
   EXPECT_THAT(read.left[0].reason, HasSubstr("the checkpoint is in use"));
 }
 
+TEST_F(RepairTest, NewerFormatIsOnlyRead) {
+  const std::string path = InStore("link-1/COMMIT");
+  ASSERT_OK_AND_ASSIGN(DecodedCommit decoded, DecodeCommit(ReadWholeFile(path), kCommitName));
+  decoded.record.read_compatible = 4;
+  Overwrite(path, EncodeCommit(decoded.record));
+  EXPECT_OK(OpenedCheckpoint::Open(fs(), InStore("link-1"), {}));
+  const std::string data = InStore("link-1/" + DataOf("link-1", ""));
+  Flip(data, 0);
+  const std::string damaged = ReadWholeFile(data);
+  EXPECT_THAT(Repair("link-1", InCopy("link-1")), HasCode(Code::kReadOnly));
+  EXPECT_EQ(ReadWholeFile(data), damaged);
+  RepairOptions dry;
+  dry.dry_run = true;
+  ASSERT_OK_AND_ASSIGN(const RepairReport report, Repair("link-1", InCopy("link-1"), dry));
+  EXPECT_THAT(report.files, SizeIs(1));
+}
+
 // One that this program could write only shorter stays as it is, and is damaged still.
 TEST_F(RepairTest, CommitWithUnknownFieldsIsNotRewritten) {
   const std::string path = InStore("link-1/COMMIT");

@@ -708,7 +708,7 @@ TEST_F(RetentionStoreTest, MetricsAreFoundInTheCommonState) {
   EXPECT_FALSE(On(dry.value(), "worse").kept);
   EXPECT_EQ(On(dry.value(), "none").reason, "the checkpoint has no eval.loss");
   EXPECT_EQ(On(dry.value(), "text").reason,
-            "the checkpoint has a eval.loss that is not a number: string");
+            "the checkpoint has a value of eval.loss that is not a number: string");
   EXPECT_THAT(On(dry.value(), "nan").reason, HasSubstr("NaN"));
   const auto third = Prune("best=eval.loss[1]:min:1", {.dry_run = true});
   EXPECT_THAT(On(third.value(), "list").reason, HasSubstr("lowest eval.loss[1]"));

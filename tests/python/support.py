@@ -6,6 +6,7 @@ tree, for which TENSORMOUNT_LIBRARY and TENSORMOUNT_COMMAND name the library and
 """
 
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import os
@@ -94,6 +95,9 @@ def scaled(cases):
 
 
 LONG = scaled(1) > 1
+# Shows where a test hangs, also in a process of its own, before ctest ends it.
+if not LONG:
+    faulthandler.dump_traceback_later(150)
 needs_long = unittest.skipUnless(LONG, "takes long: TENSORMOUNT_TEST_SCALE=34")
 
 

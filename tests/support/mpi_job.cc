@@ -30,7 +30,7 @@ std::unique_ptr<Subprocess> StartMpi(const std::string& program, int ranks,
   command.push_back(BuiltProgram(program));
   command.insert(command.end(), arguments.begin(), arguments.end());
   ProcessOptions process;
-  process.deadline = std::chrono::seconds(100);
+  process.deadline = std::chrono::seconds(200);  // MPI waits by spinning, beside other tests.
   return std::make_unique<Subprocess>(command, process);
 }
 
