@@ -210,7 +210,8 @@ class FileSystem {
   // default calls SyncDirectory.
   virtual Status SyncFileSystem(const std::string& path) { return SyncDirectory(path); }
   // Makes the rename (or exchange) of the directory `moved` from directory `from` to directory `to`
-  // durable: syncs `to`, then `from`; if CanSyncOnlyMovedFolder, syncs only `moved`.
+  // durable: syncs `to`, then `from`. If CanSyncOnlyMovedFolder, it syncs only `moved`, or the
+  // whole filesystem if `moved` cannot be opened.
   Status SyncMovedFolder(const std::string& moved, const std::string& to, const std::string& from);
   // Whether SyncDirectory of a directory that was renamed into `folder` makes its new name durable,
   // so that syncing its old parent is unnecessary (btrfs: docs/format.md, "Renamed folders").

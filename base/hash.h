@@ -81,8 +81,8 @@ class Crc64Shift {
 // is at `data` and each further one `step` bytes later (may be negative); in the message the runs
 // are `distance` bytes apart. The result is relative to the end of the last run:
 //   CRC(run 0) shifted by (rows - 1) * distance  XOR  ...  XOR  CRC(run rows - 1)
-// For runs of 64 to 512 bytes it is as fast as the CRC of one long run, because they are summed in
-// parallel without starting or ending each. Longer and shorter ones are hashed one after the other.
+// Each CRC is of one run alone. Runs of 64 to 512 bytes are as fast as one long run, because they
+// are computed in parallel. Longer and shorter runs are computed one after the other.
 Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::size_t rows,
                 std::uint64_t distance);
 

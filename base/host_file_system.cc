@@ -187,7 +187,7 @@ class HostFile final : public File {
   Status Seal() override {
     struct stat st;
     if (fstat(fd_, &st) != 0) return HostError(errno, "stat", path_);
-    return Call("seal", [&] { return fchmod(fd_, st.st_mode & 0444); });
+    return Call("make read-only", [&] { return fchmod(fd_, st.st_mode & 0444); });
   }
 
   Result<FileInfo> Stat() override {

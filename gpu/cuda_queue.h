@@ -99,7 +99,8 @@ class CudaQueue : public DeviceQueue {
   Status AwaitAll();
   Status Launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void* job,
                 std::string_view name);
-  // Copies between host and device, through scratch memory if the bytes are not contiguous.
+  // Copies between host and device. Bytes that are not contiguous, and short runs of several
+  // copies, go through scratch memory.
   Status Transfer(std::span<const DeviceCopy> copies, Way way);
   // Like Transfer, for all copies except those that are one run of at least `alone` bytes.
   Status TransferThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone, Way way);

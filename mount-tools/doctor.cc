@@ -138,9 +138,10 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
   }
   // The magic number of the filesystem, which is only for bug reports.
   struct statfs info {};
-  const std::string kind = statfs(directory.c_str(), &info) == 0
-                               ? fmt::format("type 0x{:x}", static_cast<unsigned long>(info.f_type))
-                               : std::string("type unknown");
+  const std::string kind =
+      statfs(directory.c_str(), &info) == 0
+          ? fmt::format("filesystem type 0x{:x}", static_cast<unsigned long>(info.f_type))
+          : std::string("filesystem type unknown");
   const auto add = [&](const std::string& name, const Status& status, const std::string& remedy) {
     out.push_back({name, status.ok(), status.ok() ? "works, " + kind : status.ToString(), remedy});
   };

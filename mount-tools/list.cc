@@ -566,7 +566,8 @@ std::string CommonKeyText(const CommonKey& key) {
   return text != nullptr ? *text : std::to_string(*std::get_if<std::int64_t>(&key));
 }
 
-// Prints everything about a checkpoint except its tensors and chunks.
+// Prints the facts about a checkpoint as a whole: its metadata, the first common values, and the
+// numbers of its tensors, chunks, objects and data files.
 int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source,
                    Terminal& terminal) {
   const CheckpointIndex& index = checkpoint.index();

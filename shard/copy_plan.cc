@@ -178,7 +178,7 @@ Result<CopyPlan> CopyPlan::Make(std::span<const PlacedBox> want,
     for (const PlacedBox& w : want) {
       for (const PlacedBox& placed : chunks[c]) {
         if (placed.box.rank() != w.box.rank()) {
-          return Status(Code::kInvalidArgument, "copy plan: chunk " + std::to_string(c) + " has " +
+          return Status(Code::kInvalidArgument, "stored chunk " + std::to_string(c) + " has " +
                                                     std::to_string(placed.box.rank()) + " axes, " +
                                                     std::to_string(w.box.rank()) + " expected");
         }

@@ -180,8 +180,8 @@ std::vector<std::uint32_t> GroupEqual(const RegionSet& all, RegionSet* distinct)
     return static_cast<std::size_t>(hash >> (64 - std::countr_zero(table.size())));
   };
   for (std::size_t i = 0; i < all.size(); ++i) {
-    // Ranks come in order, so a region mostly equals the previous one, or the one that followed the
-    // previous one at its first appearance.
+    // Ranks come in order, so a region mostly equals the previous one, or the distinct region that
+    // was found next after that one.
     const auto groups = static_cast<std::uint32_t>(distinct->size());
     if (groups > 0) {
       if (Equal(all, i, *distinct, last)) {

@@ -163,7 +163,8 @@ Result<ReadVerify> ChooseReadVerify(const CheckpointIndex& index, const PlannedT
                                     const Region& region, LoadVerify verify, bool on_device) {
   if (verify == LoadVerify::kOff) return ReadVerify::kOff;
   if (verify == LoadVerify::kLeaves || !tensor.proof.possible) return ReadVerify::kExtendLeaves;
-  // A device digests its memory faster than the host hashes the bytes on the way.
+  // The tensor is proved after the load, by a digest that the device computes of its memory, which
+  // is faster than hashing the bytes while the host reads them.
   if (on_device && tensor.proof.completed.empty()) return ReadVerify::kOff;
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, IsCheapByLeaf(index, tensor.entry(), region));
   return cheap ? ReadVerify::kExtendLeaves : ReadVerify::kWholeLeaves;

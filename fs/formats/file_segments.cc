@@ -79,12 +79,12 @@ Status FileSegments::AddBox(const TensorEntry& tensor, const Box& box, const Dim
   bool whole = true;  // The box spans the container on the later axes.
   for (int a = container.rank() - 1; a >= axes; --a) {
     if (!whole && box.extent(a) > 1)
-      return bad("does not begin and end at a byte of the array that is to contain it");
+      return bad("does not begin and end at a whole byte (its elements are smaller than a byte)");
     whole = whole && box.extent(a) == container[a];
     bits *= static_cast<std::uint64_t>(container[a]);
   }
   if (bits % 8 != 0)
-    return bad("the array that is to contain it has rows that do not end at a byte");
+    return bad("the rows do not end at a whole byte (the elements are smaller than a byte)");
   for (int a = 0; a < axes; ++a) source.byte_container.push_back(container[a]);
   source.byte_container.push_back(static_cast<std::int64_t>(bits / 8));
   boxes_.push_back(std::move(source));

@@ -368,7 +368,7 @@ Status ReadHead(Window& window, std::string_view what, Journal& journal) {
                                           " is not supported (supported: 1)");
   }
   if (!IsIncarnation(journal.incarnation))
-    return DataLoss(what, "the header has no valid incarnation");
+    return DataLoss(what, "the header has no valid id of the save (incarnation)");
   return {};
 }
 

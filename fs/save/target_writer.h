@@ -45,8 +45,8 @@ class TargetWriter final : public StagedPart {
   // Shorter writes go to the log until this many contiguous bytes exist.
   static constexpr std::uint64_t kShortBytes = 64 * 1024;
 
-  // `on_first_write` runs once, before the first byte. `owner` stands for this target in the claims
-  // of tensor files and is unique among the targets of `shared`.
+  // `on_first_write` runs once, before the first byte. `owner` is the number of this target, unique
+  // among the targets of `shared`: tensor files note by it which target wrote which ranges.
   TargetWriter(std::shared_ptr<StagedParts> shared, StagedTarget name, TargetGeometry geometry,
                std::uint32_t owner, std::function<void()> on_first_write);
 

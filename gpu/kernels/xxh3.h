@@ -340,8 +340,9 @@ class LongHash {
     return sums;
   }
 
-  // Adds the results of all lanes to sums_. In the first exchange the lanes of a pair trade halves:
-  // one lane then has the pair's even accumulator, the other the odd one.
+  // Adds the results of all lanes to sums_. Each lane has an even and an odd accumulator. In the
+  // first exchange lane n and lane n ^ kStripeLanes add theirs: one gets the sum of the even
+  // accumulators, the other the sum of the odd ones.
   TENSORMOUNT_HOST_DEVICE void TakeIn(const Sums& sums) {
     const auto is_odd = [](int lane) { return SumOf(lane) % 2 != 0; };
     const Sum given =

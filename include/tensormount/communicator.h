@@ -89,9 +89,9 @@ class TENSORMOUNT_EXPORT Communicator {
 
   // Waiting for completion without constant tests: call Changes() before the tests and, if they
   // find nothing complete, WaitForChange with that number. Changes counts completed actions on this
-  // rank's requests, by any rank; an implementation may count nothing. WaitForChange returns after
-  // a change, after `most` at the latest, and perhaps earlier. HearsChanges: whether actions of
-  // other ranks count, too. By default they do not, and WaitForChange sleeps for `most`.
+  // rank's requests. WaitForChange returns after a change, after `most` at the latest, and perhaps
+  // earlier. HearsChanges: whether actions of other ranks (a message that arrives) are counted. The
+  // defaults count nothing, and WaitForChange sleeps for `most`.
   virtual std::uint64_t Changes() const { return 0; }
   virtual bool HearsChanges() const { return false; }
   virtual void WaitForChange(std::uint64_t seen, std::chrono::nanoseconds most);

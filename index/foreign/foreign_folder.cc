@@ -3,9 +3,10 @@
 // lead out of the bounds.
 //
 // Names come from metadata that anybody may have written, and links may change at any time, so
-// checking names is not enough: every open uses openat2 with RESOLVE_BENEATH below a bound
-// (OpenReadBeneath), with which the kernel refuses each step that leads out of the bound, without a
-// race. Names are also checked before, for better error messages.
+// checking names is not enough: every open goes through OpenReadBeneath, in which the kernel
+// refuses each step that leads out of the bound, without a race (openat2 with RESOLVE_BENEATH; on
+// kernels without it no link is followed at all). Names are also checked before, for better error
+// messages.
 #include <algorithm>
 #include <array>
 #include <cerrno>

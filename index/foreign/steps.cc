@@ -18,8 +18,8 @@ namespace {
 
 constexpr std::string_view kLatestFile = "latest_checkpointed_iteration.txt";
 constexpr std::uint64_t kMaxLatestBytes = 256;
-// Files that formats write last, and metadata files. A save that replaces a checkpoint in the same
-// directory writes these files again.
+// Files whose size and times show that a checkpoint was replaced in its directory (FormatStamp):
+// metadata files, and files that formats write last. Each save writes them again.
 constexpr std::string_view kMarks[] = {
     ".metadata",
     "metadata.json",

@@ -26,7 +26,7 @@ Uuid Uuid::Random() {
   unsigned char bytes[16];
   std::size_t got = 0;
   while (got < sizeof(bytes)) {
-    // Interrupted and short calls are repeated. Without random bits there is no fallback.
+    // Interrupted and short calls are repeated. getrandom has no other errors with these arguments.
     const ssize_t n = getrandom(bytes + got, sizeof(bytes) - got, 0);
     if (n > 0) got += static_cast<std::size_t>(n);
   }

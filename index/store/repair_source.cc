@@ -153,7 +153,7 @@ Status RepairSource::ReadHeader(const ScanRange& range, std::uint64_t at, std::b
                   "these bytes belong to no tensor of this checkpoint: only a copy of it has them");
   }
   if (!RangeWithin(at, size, header.size()))
-    return DataLoss("the header of the other file has another length");
+    return DataLoss("the range is not within the header that this checkpoint's records describe");
   std::memcpy(out, header.data() + at, size);
   return Status();
 }

@@ -103,8 +103,9 @@ def run_in_background(
         try:
             thread.start()
         except (RuntimeError, KeyError) as error:
-            # If a signal handler raises within start(), whose thread runs by then, threading may answer
-            # RuntimeError("release unlocked lock") or KeyError(thread).
+            # A signal handler may raise while start() waits for the thread, which already runs. threading then
+            # raises RuntimeError("release unlocked lock") or KeyError(thread) instead; the exception of the handler
+            # is the context of that error, and is raised here.
             if error.__context__ is not None and error.__context__ is not handled:
                 raise error.__context__ from None
             if not isinstance(error, RuntimeError):
