@@ -205,9 +205,9 @@ class LoadJob {
     report_.plan_reused = meeting_.plan_reused;
     TENSORMOUNT_RETURN_IF_ERROR(ApplyStrict(options_.not_stored, agreed_->not_stored,
                                             Code::kNotFound,
-                                            "asked for, but not stored: ", report_.not_stored));
+                                            "requested, but not stored: ", report_.not_stored));
     return ApplyStrict(options_.not_requested, agreed_->not_requested, Code::kInvalidArgument,
-                       "stored, but asked for by no rank: ", report_.not_requested);
+                       "stored, but requested by no rank: ", report_.not_requested);
   }
 
   // Collective: validates the tensors that all ranks request, like those of a save.
@@ -231,7 +231,7 @@ class LoadJob {
     if (keys.empty()) return {};
     switch (action) {
       case Strict::kRaise:
-        return Status(code, what + ListKeys(keys)).With({.key = keys.front()});
+        return Status(code, path_ + ": " + what + ListKeys(keys)).With({.key = keys.front()});
       case Strict::kLog:
         if (collective_.rank() == 0) {
           Log(LogLevel::kWarning, checkpoint_->directory() + ": " + what + ListKeys(keys));

@@ -162,7 +162,7 @@ def library_version() -> str:
 
 
 # First words of messages about keys (from the library) and plain values (from this package) that are not stored.
-NOT_STORED = "asked for, but not stored: "
+NOT_STORED = "requested, but not stored: "
 
 
 def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str] = None) -> NoReturn:

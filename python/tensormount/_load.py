@@ -533,7 +533,7 @@ def _check_missing(
     said = listed(missing, lambda name: _missing_text(name, objects, keys))
     if policy.not_stored == "raise":
         hint = "" if policy.optional is None else optional_hint(missing)
-        raise KeyNotFoundError(f"{_abi.NOT_STORED}{said}{hint}", key=missing[0])
+        raise KeyNotFoundError(f"{stored.path}: {_abi.NOT_STORED}{said}{hint}", key=missing[0])
     log.warning("%s: %s%s", stored.path, _abi.NOT_STORED, said)
 
 

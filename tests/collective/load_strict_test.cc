@@ -96,7 +96,7 @@ TEST_F(StrictLoad, EightMegatronPoliciesBehaveAsInMegatron) {
     for (const LoadedRank& rank : loaded) {
       if (row.not_stored == Strict::kRaise) {
         EXPECT_THAT(rank.status, HasCode(Code::kNotFound));
-        EXPECT_THAT(rank.status, HasMessage("asked for, but not stored: gone, lost"));
+        EXPECT_THAT(rank.status, HasMessage("requested, but not stored: gone, lost"));
         // Nothing was written, neither of what is stored.
         EXPECT_EQ(rank.buffers[0].find_first_not_of('\xEE'), std::string::npos);
         continue;
@@ -149,7 +149,7 @@ TEST_F(StrictLoad, AllRanksNameKeysNotRequested) {
   options.not_requested = Strict::kRaise;
   for (const LoadedRank& rank : Ask(options)) {
     EXPECT_THAT(rank.status, HasCode(Code::kInvalidArgument));
-    EXPECT_THAT(rank.status, HasMessage("stored, but asked for by no rank: rng, two"));
+    EXPECT_THAT(rank.status, HasMessage("stored, but requested by no rank: rng, two"));
   }
 }
 
@@ -161,7 +161,7 @@ TEST_F(StrictLoad, ExemptKeysAreInNeitherSet) {
   for (const LoadedRank& rank : loaded) ASSERT_OK(rank.status);
   EXPECT_THAT(loaded[1].report.skipped, ElementsAre("gone", "lost"));
   options.strict_exempt.pop_back();
-  EXPECT_THAT(Ask(options)[0].status, HasMessage("asked for by no rank: two"));
+  EXPECT_THAT(Ask(options)[0].status, HasMessage("requested by no rank: two"));
 }
 
 // ---- Layers ----

@@ -257,7 +257,7 @@ class RoundTrip(support.Folder):
                 self.assertEqual(again["a"], 1)
         with self.assertLogs("tensormount", "WARNING") as logged:
             tm.load({"x": 0}, "S/asked", not_stored="log")
-        self.assertIn("S/asked: asked for, but not stored: x", logged.output[0])
+        self.assertIn("S/asked: requested, but not stored: x", logged.output[0])
 
     def test_names_of_an_inherited_base_stay_correct(self):
         """Its structures say nothing of what was saved anew: here a tie, there names."""

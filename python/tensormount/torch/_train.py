@@ -141,7 +141,7 @@ def load(
             rank = 0 if group is None else group.rank
             wanted = _TrainRequest(stack, source, key_map, roots, model, optim, extra, ignore_frozen)
             _check_extra(extra, source, key_map, roots, rank)
-            wanted.check_added(optional, options)
+            wanted.check_added(source, optional, options)
             request: Any = wanted.request
         except Exception as error:
             request = FailedState(error)  # The load still begins, so that it fails on all ranks.
@@ -207,7 +207,7 @@ class _TrainRequest:
                 self.stored = _stored_groups(self.groups, self.saved.groups)
                 self.new_options = _remove_new_options(wanted, self.saved.groups, self.stored)
 
-    def check_added(self, optional: Sequence[str], options: dict[str, Any]) -> None:
+    def check_added(self, source: PathLike, optional: Sequence[str], options: dict[str, Any]) -> None:
         """KeyNotFoundError: parameters without requested moments were added to the optimizer since the save, and the
         options of the load do not allow that."""
         if self.stored is None or self.saved is None:
@@ -225,12 +225,12 @@ class _TrainRequest:
         missing = _load.unmatched(added, (*allowed, *exempt))
         if missing and policy == "raise":
             raise KeyNotFoundError(
-                f"{_abi.NOT_STORED}{_load.listed(missing)} (added to the optimizer since the save)"
+                f"{os.fspath(source)}: {_abi.NOT_STORED}{_load.listed(missing)} (added to the optimizer since the save)"
                 + _load.optional_hint(missing),
                 key=missing[0],
             )
         if missing and policy == "log":
-            log.warning("%s%s", _abi.NOT_STORED, _load.listed(missing))
+            log.warning("%s: %s%s", os.fspath(source), _abi.NOT_STORED, _load.listed(missing))
         self.added = _load.matched(added, allowed) + (missing if policy == "return" else [])
         count = itertools.count(len(self.saved.groups))
         self.added += [f"optim.param_groups.{next(count)}" for one in self.stored if one is None]
