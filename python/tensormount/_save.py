@@ -407,12 +407,15 @@ def _bytes(key: str, data: Any) -> bytes:
 
 
 def _group(group: Any) -> Any:
-    """The group, or one of this process alone."""
-    if group is not None:
-        return group
+    """The group, or one of this process alone. InvalidArgumentError: it is another object."""
     from tensormount._group import Group
 
-    return Group.single()
+    if group is None:
+        return Group.single()
+    if not isinstance(group, Group):
+        hint = ": use tm.Group.from_torch(group), once for a job" if type(group).__name__ == "ProcessGroup" else ""
+        raise InvalidArgumentError(f"group must be a tensormount.Group, not {type(group).__name__}{hint}")
+    return group
 
 
 def saving_group(group: Any) -> Any:

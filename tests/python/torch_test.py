@@ -3,6 +3,7 @@
 
 import itertools
 import os
+import tempfile
 import unittest
 from unittest import mock
 
@@ -72,6 +73,20 @@ without_default_group.without_group = True
 class Groups(support.Folder):
     def test_torch_process_groups_save_and_load(self):
         torchrun(__file__, 4, ("groups",), real=True)
+
+    def test_other_groups_are_refused_with_the_remedy(self):
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+            try:
+                for call in (lambda: tm.save({"n": 1}, "S/a", group=dist.group.WORLD),
+                             lambda: tm.load({"n": 0}, "S/a", group=dist.group.WORLD),
+                             lambda: tm.Saver(dist.group.WORLD)):
+                    with self.assertRaisesRegex(tm.InvalidArgumentError, r"from_torch\(group\)"):
+                        call()
+            finally:
+                dist.destroy_process_group()
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "must be a tensormount.Group, not str$"):
+            tm.save({"n": 1}, "S/a", group="all")
 
     def test_group_works_without_a_default_group(self):
         torchrun(__file__, 3, ("without_default_group",), real=True)
