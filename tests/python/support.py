@@ -95,7 +95,8 @@ def scaled(cases):
 
 
 LONG = scaled(1) > 1
-# Shows where a test hangs, also in a process of its own, before ctest ends it.
+# Shows where a test crashes, or hangs before ctest ends it, also in a process of its own.
+faulthandler.enable()
 if not LONG:
     faulthandler.dump_traceback_later(150)
 needs_long = unittest.skipUnless(LONG, "takes long: TENSORMOUNT_TEST_SCALE=34")
