@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operations that all implementations of FileSystem share, built only on its calls, so that an
-// observer or a test sees each step: writing whole files durably (create, write, fsync, close, sync
-// the directory), replacing them (write a new file, exchange or rename), creating directories,
-// removing trees.
+// observer or a test sees each step: writing whole files durably (create, write, fsync, close),
+// replacing them (write a new file, exchange or rename), creating directories, removing trees.
 #include "base/file_system.h"
 
 #include <algorithm>

@@ -141,7 +141,7 @@ class File {
   // lock.
   virtual Status TryLockShared() = 0;
   virtual Status TryLockExclusive() = 0;
-  // Closes the file; later calls do nothing.
+  // Closes the file; a second Close does nothing.
   virtual Status Close() = 0;
   // The host's descriptor for kernel-only operations (passthrough, mmap); -1 if there is none. The
   // file owns the descriptor.
@@ -239,7 +239,8 @@ class FileSystem {
   // Creates, writes, syncs and closes the file; does not sync the directory.
   Status WriteFileDurably(const std::string& path, std::string_view data);
   // Replaces `path` by a file with `data` in one step: readers see the old or the new contents. Not
-  // durable, and only one writer per path; for progress files only.
+  // durable, and only one writer per path; for files that may be lost in a crash (progress,
+  // reports).
   Status ReplaceFile(const std::string& path, std::string_view data);
   // mkdir -p; existing components may be symlinks.
   Status CreateDirectories(const std::string& path);

@@ -29,7 +29,7 @@ struct Hash128 {
 // XXH3-128 with seed 0, in the fastest form for this CPU, chosen at run time.
 Hash128 Xxh3(const void* data, std::size_t size);
 inline Hash128 Xxh3(std::string_view s) { return Xxh3(s.data(), s.size()); }
-// XXH3-64, for names and inode numbers.
+// XXH3-64, for names, inode numbers and messages.
 std::uint64_t Xxh3Low64(std::string_view s);
 
 // XXH3-128 of data that arrive in several calls. Move-only. Allocates about 600 bytes; for
@@ -81,8 +81,9 @@ class Crc64Shift {
 // is at `data` and each further one `step` bytes later (may be negative); in the message the runs
 // are `distance` bytes apart. The result is relative to the end of the last run:
 //   CRC(run 0) shifted by (rows - 1) * distance  XOR  ...  XOR  CRC(run rows - 1)
-// Each CRC is of one run alone. Runs of 64 to 512 bytes are as fast as one long run, because they
-// are computed in parallel. Longer and shorter runs are computed one after the other.
+// Each CRC is of one run alone. With carry-less multiplication, four or more runs of 64 to 512
+// bytes are as fast as one long run, because they are computed in parallel. All others are computed
+// one after the other.
 Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::size_t rows,
                 std::uint64_t distance);
 

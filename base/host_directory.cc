@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Directories of the host, by descriptors instead of paths: each step opens the next name relative
-// to the directory that is already open, without following symlinks, so that concurrent renames or
-// links cannot lead a walk or a removal out of the directory.
+// to the directory that is already open, so that concurrent renames or links cannot lead a walk or
+// a removal out of the directory. Symlinks are not followed, except by OpenHostBeneath, where the
+// kernel follows those that stay inside.
 #include "base/host_directory.h"
 
 #include <algorithm>

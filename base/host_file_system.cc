@@ -4,7 +4,8 @@
 // cuts and foreign filesystems.
 //
 // EINTR and short transfers are handled here. If a filesystem lacks a flag of rename, another call
-// with the same guarantee is used, or the call fails; never a weaker one.
+// with the same guarantee is used, or the call fails. The one weaker case: a rename may replace an
+// empty directory (base/host_rename.h).
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -244,7 +245,7 @@ class HostFile final : public File {
 };
 
 // Stateless; each call is one system call if the kernel has one for it. Paths go to the kernel
-// unchanged, and into messages through HostError.
+// unchanged.
 class HostFs final : public FileSystem {
  public:
   std::string_view name() const override { return "this host"; }

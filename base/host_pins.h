@@ -11,9 +11,10 @@
 namespace tensormount {
 
 // Implements FileSystem::PinDirectory: a path that leads to this directory despite renames, as long
-// as the result lives. Costs a descriptor, which the last copy of the pointer closes. Thread-safe.
-// For readers: a checkpoint that is renamed, exchanged or moved to trash while it is open is still
-// read from the directory that was opened, never partly from its successor.
+// as the result lives (without /proc: only the path itself). Costs a descriptor, which the last
+// copy of the pointer closes. Thread-safe. For readers: a checkpoint that is renamed, exchanged or
+// moved to trash while it is open is still read from the directory that was opened, never partly
+// from its successor.
 Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& path);
 
 // The descriptor of a pinned directory, by its pinned path; -1 for other paths. The pin owns the

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Log lines, each written by one write(2). There are few: errors are returned to the caller, and
-// only events for which no caller waits are logged. Programs that embed the library install their
+// mostly events for which no caller waits are logged. Programs that embed the library install their
 // own sink (SetLogSink).
 #include "base/log.h"
 

@@ -27,7 +27,7 @@ inline unsigned HostCores() {
 // including the caller's. Each thread creates its own `State`: buffers, an open file. Threads take
 // the next i, so that items run in about their order. After the first failure no more items start,
 // and that failure is returned when all threads have ended. If threads cannot be created, fewer
-// run. Out of memory is kResourceExhausted; other exceptions of fn are kInternal.
+// run. Out of memory is kResourceExhausted; another std::exception of fn is kInternal.
 //
 //   struct Buffer { std::vector<std::byte> bytes; };  // Made once per thread, not once per file.
 //   Status s = ForEachParallel<Buffer>(files.size(), 0, [&](std::size_t i, Buffer& buffer) {

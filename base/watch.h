@@ -9,9 +9,9 @@
 
 namespace tensormount {
 
-// Progress callback of a long operation, called concurrently from several threads with the bytes
-// done so far and the bytes in all. A result other than ok ends the operation with that error, for
-// example kCancelled.
+// Progress callback of a long operation, called, perhaps concurrently from several threads, with
+// the bytes done so far and the bytes in all. A result other than ok ends the operation with that
+// error, for example kCancelled.
 using Watch = std::function<Status(std::uint64_t done, std::uint64_t total)>;
 
 }  // namespace tensormount

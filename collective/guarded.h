@@ -9,8 +9,8 @@
 
 namespace tensormount {
 
-// Runs work between two collective calls. An exception becomes a failure, so that the rank reaches
-// the next call and the other ranks learn the reason.
+// Runs `fn`. An exception becomes a failure, so that this rank still reaches its next collective
+// call and the other ranks learn the reason.
 template <typename Fn>
 Status Guarded(Fn fn) {
   try {

@@ -24,8 +24,9 @@ namespace tensormount {
 
 // Inputs of a save on this rank that only internal callers set (asynchronous saves, import).
 struct SaveControl {
-  // Set to end the save. Checked before each exchange of verdicts up to the decision to publish, so
-  // that either all ranks end with kCancelled or none does.
+  // Set to end the save. Checked while bytes are read, and before each exchange of verdicts up to
+  // the decision to publish, so that either all ranks that can be reached end with kCancelled or
+  // none does.
   const std::atomic<bool>* cancel = nullptr;
   // `on_staging_made` runs on every rank once the staging exists; `on_staging_end` runs at rank 0
   // before the staging is published or aborted.
@@ -46,8 +47,9 @@ struct SaveControl {
 
 // Inputs of a load on this rank that only internal callers set (loads in the background).
 struct LoadControl {
-  // Set to end the load. Checked between tensors while this rank reads for itself, then passed to
-  // the next exchange, which fails with kCancelled on all ranks.
+  // Set to end the load. Checked before the plan is made, between tensors while this rank reads for
+  // itself, and in waits for devices; then passed to the next exchange, which fails with kCancelled
+  // on all ranks.
   const std::atomic<bool>* cancel = nullptr;
   std::shared_ptr<const DeviceFences> fences = nullptr;  // The same as SaveControl::fences.
   // Whether the program continues during the load. If so, the program may use NCCL itself, and two
@@ -84,14 +86,15 @@ auto RunJob(Arguments&&... arguments) {
 // Sets `fences` to FencesOf(state) if it is null. Exceptions become failures.
 Status FencesAtCall(const StateDict& state, std::shared_ptr<const DeviceFences>& fences);
 
-// How long a save or a load waits for memory that earlier saves and loads use.
+// How long a background save waits for earlier saves, their memory, and devices while it copies.
+// Other time limits for one rank's own work are a part of this time.
 inline std::chrono::milliseconds PatienceOf(const Timeouts& timeouts) {
   const bool limited = timeouts.total > std::chrono::milliseconds(0);
   return limited ? std::min(timeouts.arrival, timeouts.total) : timeouts.arrival;
 }
 
-// The time limit for waiting for a device. It is shorter than PatienceOf, so that this rank reports
-// the device before other ranks report that this rank did not come.
+// The time limit for waiting for a device between two exchanges. It is shorter than PatienceOf, so
+// that this rank reports the device before other ranks report that this rank did not come.
 inline std::chrono::milliseconds DevicePatienceOf(const Timeouts& timeouts) {
   return PatienceOf(timeouts) * 3 / 4;
 }

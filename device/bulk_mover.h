@@ -15,8 +15,8 @@
 
 // BulkMover moves the bytes of a BulkTransport (collective/comm/bulk_transport.h) between ranks.
 // gpu/nccl_link.cc implements it over NCCL, tests/collective over shared memory and over messages.
-// BulkTransport checks arguments and handles deadlines and failures of other ranks, so that gpu/
-// needs no code for these.
+// BulkTransport, not the mover, checks plans and handles deadlines of exchanges and failures of
+// other ranks.
 
 namespace tensormount {
 
@@ -57,7 +57,7 @@ struct BulkExchange {
 };
 
 // Moves the bytes of exchanges between ranks. Not thread-safe. No call but Close blocks. After a
-// call has failed, only Stop, Settled, Close and the destructor may be called.
+// call other than Check has failed, only Stop, Settled, Close and the destructor may be called.
 class BulkMover {
  public:
   // Sends a message from rank 0's mover to OnBroadcast of all other ranks' movers, which receive

@@ -67,7 +67,8 @@ Result<const DeviceModule*> Open() {
 }  // namespace
 
 // The text consists of the version, a hash of the headers that declare the shared types, and the
-// compiler and standard library, because types of the standard library are shared, too.
+// compiler and standard library with their modes (debug, sanitized), because types of the standard
+// library are shared, too.
 std::string DeviceModuleBuild() {
   std::string build = TENSORMOUNT_VERSION " " TENSORMOUNT_DEVICE_INTERFACE " " __VERSION__;
 #if defined(_GLIBCXX_RELEASE)

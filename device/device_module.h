@@ -11,13 +11,13 @@
 
 #include "device/device_ops.h"
 
-// Loads the CUDA module (gpu/), a separate file that is opened when device memory is first used.
-// The rest of tensormount builds, starts and works without it, and without a driver.
+// Loads the CUDA module (gpu/), a separate file that is opened when a device is first needed. The
+// rest of tensormount builds, starts and works without it, and without a driver.
 
 namespace tensormount {
 
 // The entry table of the module. C++ types may pass between the module and the library, because
-// both must have the same `build`: one source tree and one compiler.
+// both must have the same `build`: the same version, shared headers and compiler.
 struct DeviceModule {
   const char* build;
   // Opens a device, like DeviceSource (device/devices.h). Thread-safe.
@@ -33,8 +33,9 @@ using DeviceModuleEntry = const DeviceModule* (*)();
 std::string DeviceModuleBuild();
 
 // Opens the module, which stays open. Its file is looked for in the directory `tensormount` beside
-// this library, and for a program in bin also in ../lib/tensormount. kUnsupported, with advice, if
-// the module is missing or from another build. Thread-safe.
+// this library or program, and in a few places relative to it (../lib/tensormount for a program in
+// bin). kUnsupported, with advice, if the module is missing, cannot be loaded, or is from another
+// build. Thread-safe.
 Result<const DeviceModule*> OpenDeviceModule();
 
 // Number of devices that saves and loads could use. The errors are those of OpenDeviceModule and of

@@ -23,8 +23,8 @@
 // docs/devices.md describes the design.
 //
 // Work is submitted and completes later: a queue accepts work at once and executes it in order, and
-// a mark stands for all work submitted before it. Only AwaitMark (device/pinned_ring.h) blocks,
-// with a deadline, and calls of a queue, within its QueueLimits.
+// a mark stands for all work submitted before it. AwaitMark (device/pinned_ring.h) blocks, with a
+// deadline; calls of a queue may block within its QueueLimits, and calls that allocate memory.
 
 namespace tensormount {
 
@@ -116,8 +116,8 @@ class DeviceOps {
   virtual bool gone() const { return false; }
   virtual PinnedShape pinned() const { return {}; }
 
-  // Checks that a buffer is memory of this device. kInvalidArgument if it is not; otherwise the
-  // error of the device.
+  // Checks that a buffer is memory of this device. kInvalidArgument if it is not; or the error of
+  // the device.
   virtual Status Check(const BufferView& view) = 0;
 
   // Page-locked, page-aligned host memory. kResourceExhausted if there is none.
@@ -130,7 +130,8 @@ class DeviceOps {
   virtual void Free(std::byte* data) = 0;
 
   // A mark for all work submitted to the caller's stream so far. For a per-thread default stream
-  // call it on that thread. kInvalidArgument for a stream that records a graph.
+  // call it on that thread. kInvalidArgument for a stream that records a graph, or is of another
+  // device.
   virtual Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) = 0;
 
   // Makes later work of the caller's stream wait for `mark`, of this device. The calling thread and

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device work for saves and loads: all data move through blocks of the pinned ring, each of which
-// is in transit in one direction until its mark is reached.
+// Device work for saves and loads. Data that are copied to or from the host move through blocks of
+// the pinned ring, each of which is in transit in one direction until its mark is reached.
 #include "device/device_queues.h"
 
 #include <algorithm>
@@ -477,8 +477,8 @@ Status DigestOnHost(const DigestRequest& wanted, const DeviceLimits& limits) {
 }
 
 // Computes digests, at most as many as fit into one block. Returns false if the device has no
-// memory to compute them. By then the block is back in the ring, because DigestOnHost takes a block
-// itself.
+// memory to compute them. By then this function has given up its block, because DigestOnHost takes
+// a block itself.
 Result<bool> DigestOnDevice(const std::shared_ptr<const OpenedDevice>& device, DeviceQueue& queue,
                             std::span<const DigestRequest* const> wanted,
                             const DeviceLimits& limits) {

@@ -22,8 +22,8 @@
 #include "device/devices.h"
 #include "shard/tensor_meta.h"
 
-// The device work of one save or load: one queue per device, ordered after the fences of the call,
-// and helpers on top.
+// The device work of one save or load: queues, ordered after the fences of the call, and helpers on
+// top.
 
 namespace tensormount {
 
@@ -32,7 +32,8 @@ namespace tensormount {
 struct DeviceLimits {
   const DeviceFences* fences = nullptr;
   const std::atomic<bool>* cancel = nullptr;
-  // Limit for each wait: for a free pinned block, or for the end of submitted work.
+  // Limit for each wait: for a free pinned block, for the end of submitted work, or of a queue
+  // (QueueLimits).
   std::chrono::milliseconds patience{0};
 
   // Waits for a mark of `device`; an error names the device.
@@ -40,8 +41,8 @@ struct DeviceLimits {
   Result<PinnedRing::Block> TakeBlock(const OpenedDevice& device) const;
 };
 
-// How long destructors wait for device work whose result is no longer needed. They wait because the
-// work still accesses the caller's memory.
+// How long destructors wait at most for device work whose result is no longer needed. They wait
+// because the work still accesses the caller's memory.
 inline constexpr std::chrono::milliseconds kDeviceGrace{250};
 
 // The result of submitting work to a queue. `status` is the error of the submission, or of its
@@ -61,8 +62,8 @@ Status CatchExceptions(const std::function<Status()>& work) noexcept;
 // copies.
 constexpr std::size_t AlignedInBlock(std::size_t used) { return (used + 63) / 64 * 64; }
 
-// A block of pinned memory in transit to or from a device. It returns to the ring when the transfer
-// is known to be complete.
+// A block of pinned memory in transit to or from a device. It returns to the ring only once the
+// transfer is known to be complete.
 class BlockInTransit {
  public:
   BlockInTransit(PinnedRing::Block block, std::shared_ptr<const OpenedDevice> device)
@@ -92,8 +93,8 @@ class BlockInTransit {
 };
 
 // Makes a queue to a device, ordered after the fences of the call. If the queue is destroyed with
-// pending work, the streams of the fences wait for that work (DeviceFences::Hold), and so do later
-// frees (PendingDeviceWork).
+// pending work, later frees wait for that work (PendingDeviceWork), and so do the streams of the
+// fences, with the exceptions of DeviceFences::Hold.
 Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
                                                      const DeviceLimits& limits);
 
@@ -149,7 +150,8 @@ class DeviceWriter {
   // Like Write, with zeros.
   Status WriteZeros(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
                     const PlacedBox& to, std::byte* base);
-  // Sends partly filled blocks, except those that another thread is writing.
+  // Sends partly filled blocks, except those that another thread is writing. May do nothing if
+  // another thread is in a call of this writer, which then may be sending the blocks.
   Status Push();
   // Discards bytes that were not sent.
   void Drop();
@@ -159,8 +161,8 @@ class DeviceWriter {
   void IgnoreCancellation(std::chrono::milliseconds patience);
   // Waits until all bytes are in device memory.
   Status Finish();
-  // After a failure, when no thread writes: waits until `deadline`, and returns whether no transfer
-  // is pending any more.
+  // After a failure, when no thread writes: waits for transfers, at most until `deadline`, and
+  // returns whether no transfer is pending any more.
   bool Settle(const Deadline& deadline);
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The devices of this process, each opened once. A module that is loaded at run time opens them, so
-// that all directories but gpu/ compile and link without CUDA.
+// The devices of this process, each opened once, and again after a reset. A module that is loaded
+// at run time opens them, so that all directories but gpu/ compile and link without CUDA.
 #include "device/devices.h"
 
 #include <algorithm>

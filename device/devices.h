@@ -23,10 +23,10 @@
 
 namespace tensormount {
 
-// Device memory that tensormount allocated, and pending work of destroyed queues. Memory that such
-// work may access is freed only after the work has ended. Nothing waits for the work, because its
-// stream may hang: instead, memory whose work has ended is freed whenever a queue is made or
-// destroyed, and whenever memory is allocated or freed. Thread-safe.
+// Device memory from Allocate, and pending work of destroyed queues. Memory that such work may
+// access is freed only after the work has ended. Nothing waits for the work, because its stream may
+// hang: instead, memory whose work has ended is freed whenever a queue is made or destroyed, and
+// whenever memory is allocated or freed. Thread-safe.
 class PendingDeviceWork {
  public:
   explicit PendingDeviceWork(std::shared_ptr<DeviceOps> ops) : ops_(std::move(ops)) {}
@@ -94,9 +94,9 @@ using DeviceSource = std::function<Result<std::shared_ptr<DeviceOps>>(const Devi
 // module (device/device_module.h).
 void SetDeviceSource(DeviceSource source);
 
-// Opens the device of a buffer. kUnsupported if the CUDA module is not installed; kUnavailable if
-// the device does not exist, or if this process was forked from one that had opened a device,
-// because a forked child cannot use devices. Thread-safe.
+// Opens the device of a buffer. kUnsupported if the CUDA module is missing or from another build;
+// kUnavailable if the device cannot be opened, or if this process was forked from one that had
+// opened a device, because a forked child cannot use devices. Thread-safe.
 Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device);
 
 // This device's end of direct transfers (DeviceOps::OpenLink). Also returns errors of OpenDevice.
@@ -104,7 +104,7 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device);
 Result<std::unique_ptr<DeviceLink>> OpenDeviceLink(const Device& device);
 
 // Checks that saves and loads can use the memory of a view: host memory (CheckHostMemory) or memory
-// of a device that OpenDevice opens. The errors are those of both functions.
+// of a device that OpenDevice opens (DeviceOps::Check). The errors are those of these functions.
 Status CheckMemory(const BufferView& view);
 inline bool IsDeviceMemory(const BufferView& view) { return view.device.kind != DeviceKind::kHost; }
 
@@ -114,10 +114,10 @@ inline bool IsDeviceMemory(const BufferView& view) { return view.device.kind != 
 // NoteLostWork set memory_in_use, which is atomic.
 class DeviceFences {
  public:
-  // Marks the current work of the buffer's stream. The errors are those of OpenDevice and
-  // MarkStream.
+  // Marks the current work of the buffer's stream, once per stream. Ignores host memory. The errors
+  // are those of OpenDevice and MarkStream.
   Status Add(const BufferView& view);
-  // Makes later work of `queue`, a queue of `device`, wait for all fences.
+  // Makes later work of `queue`, a queue of `device`, wait for the fences of `device`.
   Status MakeQueueWait(DeviceQueue& queue, const OpenedDevice& device) const;
   // For a call that ends before its device work: makes later work of the streams wait for `work`,
   // so that `work` does not overwrite memory that a stream-ordered allocator has handed out again.

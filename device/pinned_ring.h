@@ -64,8 +64,8 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   std::size_t block_bytes() const { return shape_.block_bytes; }
 
   // Takes a block. kDeadlineExceeded if all blocks stayed in use; kCancelled as in AwaitMark;
-  // kResourceExhausted if there is no memory for one block; the error of the device if failed work
-  // keeps all blocks.
+  // kResourceExhausted if there is no memory for one block; the error of the device if the first
+  // block cannot be made, or if failed work keeps all blocks.
   Result<Block> Take(const Deadline& deadline, const std::atomic<bool>* cancel = nullptr);
   // Takes a block without waiting. nullopt if no block is free, or a thread waits in Take.
   std::optional<Block> TryTake();

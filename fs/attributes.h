@@ -8,8 +8,8 @@
 
 namespace tensormount::fs {
 
-// The attributes that stat(2) shows for a node. Owner and times are those of the checkpoint on
-// disk, not of the mount.
+// The attributes that stat(2) shows for a node. Owner and times are those of the checkpoint or
+// store on disk, not of the mount.
 struct Attributes {
   FileKind kind = FileKind::kFile;
   std::uint64_t inode = 0;

@@ -46,11 +46,11 @@ class WriteHandle {
   // first unwritten one (SEEK_HOLE). ENXIO at and past the end, and with `data` if no data follow.
   virtual Result<std::uint64_t> Seek(std::uint64_t offset, bool data) = 0;
   // To be called when the kernel reads pages for a mapping. The kernel may send writes to these
-  // pages long after close(2), so the file counts as open for writing until Release().
+  // pages long after close(2), so a writable file counts as open for writing until Release().
   virtual Status NoteMapping() = 0;
-  // Writes pages that were changed through a shared mapping; bytes past the end are dropped. If a
-  // page would count unwritten cells as written, the file is marked failed instead: Flush, Sync and
-  // the publish then return ENODEV.
+  // Writes pages that were changed through a shared mapping; bytes past the end are dropped. A
+  // tensor's file or a slice is marked failed instead, because whole pages would count as written:
+  // Write, Flush, Sync and the publish then fail (the first three with ENODEV).
   virtual Status WritePages(std::uint64_t offset, const void* data, std::size_t size) = 0;
   // Must be called if writing() is true when the kernel has released the file and its mappings:
   // makes bytes durable that were written since the last Flush. No further calls follow.

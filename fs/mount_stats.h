@@ -39,7 +39,7 @@ enum class Op : std::uint8_t {
   kRefused,
   kOther,
   kOpenPassthrough,  // An open that let the kernel read the file itself.
-  kOpenStaged,       // This and all following kinds are requests on files below .staging/.
+  kOpenStaged,       // This and all following kinds belong to Tier::kStaging.
   kReadStaged,
   kCreate,
   kWrite,
@@ -84,7 +84,7 @@ class MountStats {
   void Report(std::string_view operation, std::string_view object, const Status& status);
   void CountInterrupted() { interrupted_.fetch_add(1, std::memory_order_relaxed); }
 
-  // .tensormount/stats: one line of JSON (docs/operations.md). Latencies are taken from a
+  // .tensormount/stats: one line of JSON (docs/operations.md). Percentiles are taken from a
   // histogram, so they are up to a quarter too large.
   std::string StatsJson() const;
   // .tensormount/errors: one JSON line for each failure, oldest first.

@@ -29,9 +29,10 @@ constexpr bool ShowsManyCheckpoints(SourceKind kind) {
 }
 
 // One checkpoint that a mount has seen, until it is removed. The id is unique in the mount, because
-// the kernel keeps node ids that contain it. When a checkpoint is replaced under its name (a
-// foreign one: when the files that describe it are replaced), the new one gets another slot, and
-// files that programs have open continue to read the old data. Thread-safe.
+// the kernel keeps node ids that contain it. In a mount of several checkpoints, one that is
+// replaced under its name (a foreign one: whose describing file is replaced), or whose ownership
+// changes, gets another slot, and files that programs have open continue to read the old data.
+// Thread-safe.
 class Slot {
  public:
   std::uint32_t id = 0;
@@ -106,9 +107,10 @@ class Slot {
 // The current checkpoints of a source. One thread finds them by checking the source's directory,
 // because other machines send no notifications. The thread checks when a caller asks and the last
 // check is older than kMaxAge, and when this machine's kernel reports changed names while a
-// checkpoint is open, so that a removed checkpoint is closed. If the store does not answer, callers
-// wait for kPatience (for the first check kFirstPatience). After one caller has waited in vain,
-// further callers get the last listing at once, until a check ends. Thread-safe.
+// checkpoint is open (without inotify: each second), so that a removed checkpoint is closed. If the
+// store does not answer, callers wait for kPatience (for the first check kFirstPatience). After one
+// caller has waited in vain, further callers get the last listing at once, until a check ends.
+// Thread-safe.
 //
 // Locks: Core::mutex guards the listing and the waiting callers; it is never held during storage
 // calls. Slot::mutex_ is held while its checkpoint is opened, so only callers of that checkpoint
@@ -117,7 +119,8 @@ class Slot {
 // Cost of a check of a store: one stat of the directory. If the directory changed lately, or has
 // few names (kWindow): a listing, and stats of each commit record. Otherwise: stats of the commit
 // records of kWindow names in turn, of the open checkpoints, and of names that were no checkpoints.
-// A commit record is read again only if its inode, size or modification time changed.
+// The commit record of a shown checkpoint is read again only if its identity (inode, size,
+// modification time) or its ownership changed.
 class StoreWatch {
  public:
   // Maximum age of a listing. Together with the kernel's caches (0.4 s), programs see a change
@@ -152,18 +155,19 @@ class StoreWatch {
     // Error if a commit record is unreadable and may be that of the latest checkpoint, or if the
     // store is gone.
     Status latest_unknown;
-    // Error (kStale) if the store's directory was moved or deleted, or its disk was unmounted; not
-    // the same as an empty store.
+    // Error (kStale) if the store's directory was moved, replaced or deleted, or its disk was
+    // unmounted, or neither store.json nor a checkpoint is left; not the same as an empty store.
     Status store_gone;
     Ownership ownership;  // Ownership of the source.
     std::int64_t mtime = 0;
-    std::vector<std::string> problems;   // Directories with unreadable commit records, and why.
+    // Which checkpoints could not be read, and why; or why the source could not.
+    std::vector<std::string> problems;
     std::vector<std::uint32_t> by_name;  // Indexes in by_id, sorted by name.
     std::shared_ptr<Slot> Find(std::string_view name) const;
   };
   // Returns a listing that is at most kMaxAge old or, if the store does not answer within
-  // `patience`, the last listing. `patience` defaults to kPatience, and to kFirstPatience until the
-  // first check has ended.
+  // `patience` or did not answer an earlier call, the last listing. `patience` defaults to
+  // kPatience, and to kFirstPatience until the first check has ended.
   std::shared_ptr<const Listing> CurrentListing(
       std::optional<std::chrono::milliseconds> patience = {});
   // The last listing; requests a new check if it is too old.

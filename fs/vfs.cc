@@ -178,8 +178,9 @@ bool Vfs::CheckpointExists(NodeId node) {
   return watch_->Find(slot == 0 ? 1 : slot).ok();
 }
 
-// The root of a store is answered from the listing, which takes long only during the first check of
-// the store. With `other_users` a recent listing is needed, which may block each time.
+// The root of a store is answered from the listing, which takes longer than StoreWatch::kPatience
+// only during the first check of the store. With `other_users` a recent listing is needed, which
+// may block each time.
 bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {

@@ -37,15 +37,15 @@ struct VfsOptions {
   // Directories in which data of adopted and foreign checkpoints may lie.
   std::vector<std::string> roots = {};
   // Users other than the mounting one may enter. Modes are then combined over all files and
-  // directories behind a node (fs/reach.h), and are checked again before each answer.
+  // directories behind a node (fs/reach.h). Those of the root are checked again before each answer.
   bool other_users = false;
 };
 
 // Lookup, stat, list, open and read of a mount, independent of the kernel: takes node ids, and
 // returns results or a Status whose errno the caller gets. Most nodes are computed from their ids;
 // the others count references. Thread-safe; no lock is held while data are read.
-// Tests of a mount use this class, without a kernel and without FUSE; the bridge only adds threads
-// and replies.
+// Tests of a mount use this class, without a kernel and without FUSE; the bridge adds threads,
+// replies and caching.
 class Vfs {
  public:
   // Seconds that the kernel may cache answers. kSealedSeconds: below a published checkpoint, which
@@ -85,10 +85,11 @@ class Vfs {
   // (that entry was not taken).
   Status List(NodeId folder, std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
   Result<std::shared_ptr<const VirtualFile>> OpenFile(NodeId node);
-  // Whether an answer for this node may wait for storage: its checkpoint is not open yet, the node
-  // is below .staging/, or it is the root and needs a new listing. The bridge queues such requests
-  // and answers the others on the receiving thread, so that `ls` and status files work while
-  // storage hangs.
+  // Whether an answer for this node may wait long for storage: its checkpoint is not open yet, the
+  // node is below .staging/, or it is the root of a store, during the first check or with
+  // `other_users`. The bridge queues such requests and answers the others on the receiving thread,
+  // so that `ls` and status files work while storage hangs. Other answers for the root and `latest`
+  // may wait StoreWatch::kPatience for a listing.
   bool MayBlock(NodeId node);
 
   // The value of an extended attribute. kUnsupported (EOPNOTSUPP) for names outside of "user.",
@@ -98,9 +99,9 @@ class Vfs {
 
   // ---- Saving: calls that change something. Below .staging/ of a writable mount they go to
   // StagingTree. Elsewhere they fail with EROFS, or with EPERM for new names in the root of a
-  // writable mount. Every call may block.
+  // writable mount and for attributes of that root. Every call may block.
   bool writable() const { return staging_ != nullptr; }
-  // Why a mount is not writable although it was requested; empty otherwise.
+  // Why a mount of a store is not writable although it was requested; empty otherwise.
   const std::string& not_writable_because() const { return not_writable_because_; }
   static constexpr std::string_view kStagingName = ".staging";
   // Lookup and Stat from memory, without storage: the first for a staging by its name in .staging/

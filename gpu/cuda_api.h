@@ -5,10 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
-// Our own declarations of the CUDA driver API. With them all of gpu/ except kernels.cu compiles
-// without a CUDA toolkit, under every sanitizer, and tests can implement a driver
-// (tests/gpu/fake_cuda.cc). With a toolkit, tests/gpu/cuda_header_check.cc compares them with its
-// header.
+// Our own declarations of the CUDA driver API. With them all of gpu/ except kernels.cu and
+// cuda_module.cc compiles without a CUDA toolkit, under every sanitizer, and tests can implement a
+// driver (tests/gpu/fake_cuda.cc). With a toolkit, tests/gpu/cuda_header_check.cc compares them
+// with its header.
 // Source: CUDA Driver API reference, functions as of CUDA 12.0.
 
 namespace tensormount::gpu::cuda {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The driver keeps a current context for each thread: every call on a device is made in a
-// CudaScope, which makes the device's context current, and restores the caller's context
-// afterwards.
+// The driver keeps a current context for each thread: calls that use it are made in a CudaScope,
+// which makes the device's context current, and restores the caller's context afterwards.
 #include "gpu/cuda_context.h"
 
 #include "gpu/cuda_driver.h"

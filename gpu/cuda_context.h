@@ -62,7 +62,8 @@ class CudaContext {
 };
 
 // Makes a device's context current for this thread, and restores the previous context at the end.
-// Calls within the scope do not invalidate graph captures of other threads. For use by one thread.
+// Unless the driver refuses it, calls within the scope do not invalidate graph captures of other
+// threads. For use by one thread.
 class CudaScope {
  public:
   explicit CudaScope(CudaContext& context);

@@ -21,11 +21,11 @@ Result<std::shared_ptr<const cuda::Driver>> OpenDriver(const char* library = cud
 
 // Converts a result: "copy 4096 bytes: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was
 // encountered)". kOk for kSuccess; kResourceExhausted for lack of memory; kUnavailable if the
-// device or its context is lost, there is no device, or the image of kernels has no code for it;
-// kInternal for all other errors.
+// device or its context is lost, there is no device, CUDA is not initialised, or the image of
+// kernels has no code for the device; kInternal for all other errors.
 Status CudaStatus(const cuda::Driver& driver, cuda::Result result, std::string_view doing);
 
-// Whether an error makes the context permanently unusable.
+// Whether an error usually makes the context permanently unusable.
 bool IsSticky(cuda::Result result);
 
 }  // namespace tensormount::gpu

@@ -21,7 +21,7 @@ namespace tensormount::gpu {
 namespace {
 
 constexpr std::size_t kHostPage = 4096;
-constexpr std::size_t kLeastBytes = 1024;  // Smaller scratch memory cannot hold part of a copy.
+constexpr std::size_t kLeastBytes = 1024;  // Scratch memory of this size holds a part of any copy.
 constexpr long kPreferred = 1;             // MPOL_PREFERRED, without libnuma's header.
 
 std::size_t WholePages(std::size_t bytes) {
@@ -223,7 +223,7 @@ ScratchPool::~ScratchPool() {
   const CudaScope scope(*context_);
   if (!scope.status().ok()) return;
   for (const Returned& returned : returned_) {
-    // A buffer is leaked while work on it is pending.
+    // A buffer with pending work is leaked.
     const bool over = context_->driver().cuEventQuery(returned.free) == cuda::kSuccess;
     (void)context_->driver().cuEventDestroy(returned.free);
     if (over) areas_->Free(returned.scratch.data);

@@ -15,7 +15,7 @@
 #include "gpu/cuda_api.h"
 #include "gpu/cuda_context.h"
 
-// Bounded memory pools of CudaDevice and its queues.
+// Memory pools of CudaDevice and its queues.
 
 namespace tensormount::gpu {
 
@@ -47,7 +47,7 @@ class PinnedMemory {
 // Device memory from our own pool, so that allocating and freeing do not wait for other work of the
 // program; cuMemFree would wait for every stream of the context. If the device does not support
 // pools, freed blocks are kept for requests of at least half their size, and cuMemFree is called
-// only when the device is full. Thread-safe.
+// only when the device is full, and by the destructor. Thread-safe.
 class AreaPool {
  public:
   // All functions require a CudaScope of the context on the calling thread.

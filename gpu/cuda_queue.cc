@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeviceQueue as launches and copies in one CUDA stream. Long runs that are contiguous on both
-// sides are transferred directly. All other bytes go through scratch memory of the device, where a
-// kernel packs or unpacks many small copies in one launch, so that transfers over the bus are long.
+// DeviceQueue as launches and copies in one CUDA stream. Between host and device a copy that is one
+// run is transferred directly if it is long, or alone in its call. All other copies between host
+// and device go through scratch memory of the device, where a kernel packs or unpacks many small
+// copies in one launch, so that transfers over the bus are long. If there is no scratch memory,
+// each run is transferred by itself.
 #include "gpu/cuda_queue.h"
 
 #include <algorithm>
@@ -429,8 +431,8 @@ Status CudaQueue::TransferSpans(std::vector<Span>& spans, Way way) {
   return way == Way::kIn ? LaunchCopies() : Status();
 }
 
-// Transfers one copy, or the part that fits into scratch memory, at a time; bytes adjacent on the
-// host and in scratch memory are transferred together.
+// Adds one copy, or the part that fits into scratch memory, at a time; bytes adjacent on the host
+// and in scratch memory are transferred together. Without scratch memory: TransferByRuns.
 Status CudaQueue::TransferThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone,
                                          Way way) {
   const Status enough = EnsureScratch();
@@ -555,7 +557,7 @@ Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byt
                                           ": not enough device memory to hash leaves of " +
                                           std::to_string(leaf_bytes) + " bytes"};
   }
-  // Hashes one window at a time: as much as one launch hashes and scratch memory holds.
+  // Adds one window at a time: as much as one launch hashes, and as scratch memory holds if used.
   std::uint64_t window = leaf_bytes > bytes / kMostLeaves ? bytes : kMostLeaves * leaf_bytes;
   if (!in_place && leaf_bytes <= room) window = std::min(window, room / leaf_bytes * leaf_bytes);
   for (std::uint64_t begin = 0; begin < bytes; begin += window) {

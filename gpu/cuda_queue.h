@@ -20,9 +20,10 @@
 
 namespace tensormount::gpu {
 
-// DeviceQueue as a CUDA stream of lowest priority. Not thread-safe. It blocks only within its
-// limits: at some hundreds of pending launches and copies, beyond which the driver would block
-// without a deadline, and before copies with pageable host memory, for which the driver blocks.
+// DeviceQueue as a CUDA stream of lowest priority. Not thread-safe. It waits, within its limits, at
+// some hundreds of pending launches and copies, beyond which the driver would block without a
+// deadline, and before copies with pageable host memory, for which the driver blocks. The first
+// allocation of scratch memory may also block (AreaPool).
 class CudaQueue : public DeviceQueue {
  public:
   // Takes ownership of the stream.
@@ -52,8 +53,8 @@ class CudaQueue : public DeviceQueue {
     kernels::TileJob tiles;
     void Clear() { runs.count = strided.batch.count = tiles.count = 0; }
   };
-  // Hashes and digests are batched: they are launched when the batch is full, or before the next
-  // copy, wait or mark.
+  // Hashes and digests are batched: they are launched when the batch is full, before hashes with
+  // another leaf size, and before the next copy, wait or mark.
   struct PendingHashes {  // Hashes of the packed bytes [begin, end) of `gather`.
     std::vector<StridedCopy> gather;
     const std::byte* base = nullptr;
@@ -99,8 +100,8 @@ class CudaQueue : public DeviceQueue {
   Status AwaitAll();
   Status Launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void* job,
                 std::string_view name);
-  // Copies between host and device. Bytes that are not contiguous, and short runs of several
-  // copies, go through scratch memory.
+  // Copies between host and device. Copies that are not contiguous, and short copies of several, go
+  // through scratch memory if there is any.
   Status Transfer(std::span<const DeviceCopy> copies, Way way);
   // Like Transfer, for all copies except those that are one run of at least `alone` bytes.
   Status TransferThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone, Way way);

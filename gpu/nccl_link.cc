@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The NCCL mover: a polled state machine that never blocks.
+// The NCCL mover: a polled state machine. Only Close blocks.
 //
 //   kNone -- id, ncclCommInitRankConfig --> kConnecting -- no longer in progress --> kReady
 //   kReady -- Release, ncclCommSuspend --> kSuspending --> kSuspended
 //   kSuspended -- Prepare, ncclCommResume --> kResuming --> kReady
 //   kReady -- Release, no suspend --> kEnding (a thread: finalize, destroy) --> kNone
-//   any -- Stop --> kEnding (a thread: revoke, abort)
+//   any but kNone -- Stop --> kEnding (a thread: revoke, abort)
 #include "gpu/nccl_link.h"
 
 #include <algorithm>
@@ -196,7 +196,7 @@ class NcclMover final : public BulkMover {
   // State of a group: kLaunching: passed to NCCL, which enqueues it later; kRunning: on the stream.
   enum class Phase { kIdle, kLaunching, kRunning };
 
-  // Every NCCL call is made with the device current.
+  // Makes NCCL calls with the device current.
   template <typename Calls>
   Result<bool> RunOnDevice(Calls calls) {
     Result<bool> result = false;

@@ -24,7 +24,7 @@ class NcclStream {
   virtual ~NcclStream() = default;
   // The stream as a cudaStream_t.
   virtual void* handle() const = 0;
-  // The UUID of the GPU, the same for all ranks on one GPU; empty: unknown.
+  // The UUID of the GPU or MIG instance; empty: unknown.
   virtual std::string device() const = 0;
   // Runs `calls` with the device current on this thread, as NCCL requires, and restores the
   // previous device, because the thread may be the program's. Returns the error of `calls`, or an

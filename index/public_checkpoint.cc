@@ -56,7 +56,7 @@ std::optional<std::uint64_t> Tensor::digest() const {
 }
 
 // For a layer, InStack maps the region to a region of the stacked tensor, and adds an axis to the
-// buffer.
+// buffer of a box.
 Status Tensor::Read(const Region& region, const BufferView& out) const {
   if (!impl_->layer) {
     return ReadByThreads(*impl_->opened, impl_->entry, region, out, ReadVerify::kExtendLeaves,

@@ -35,8 +35,9 @@
 #include "base/watch.h"
 #include "collective/guarded.h"
 
-// Shared helpers of the functions of tensormount/c.h. The body of each function is one Call, which
-// stores the error message and converts exceptions to a status.
+// Shared helpers of the functions of tensormount/c.h. The body of nearly every function that
+// returns a tm_status is one Call, which stores the error message and converts exceptions to a
+// status.
 
 // The types of the handles of c.h. The library allocates handles with new and deletes them in
 // tm_..._free. A handle has no lock, so callers use it from one thread at a time; c.h names the
@@ -206,8 +207,8 @@ Result<std::vector<std::string_view>> ReadKeys(const char* keys, std::size_t siz
                                                std::size_t count);
 // Converts timeouts; zero and negative values mean the default.
 Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms, std::int64_t total_ms);
-// Converts a hook. Threads of the library call the hook, and the strings of an event are valid only
-// during the call.
+// Converts a hook. The hook is called on the thread that does the work, and the strings of an event
+// are valid only during the call.
 EventHook ReadHook(tm_event_hook hook, void* context);
 
 // A watch that updates the task and returns an error after tm_task_cancel; empty if the task is

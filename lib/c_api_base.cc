@@ -364,7 +364,8 @@ Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
   return std::make_shared<const KeyMap>(std::move(map));
 }
 
-// All memory for callers, except lists, is allocated here, with malloc, because tm_free calls free.
+// All memory that callers free with tm_free is allocated here, with malloc, because tm_free calls
+// free.
 Status SetOutput(std::string_view bytes, void** data, std::size_t* size) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{data, "data"}, {size, "size"}}));
   // The final NUL makes the copy a C string; it does not count in the size.
@@ -456,7 +457,8 @@ tm_status tm_set_last_error(tm_status status, int error_number, const char* mess
     last.failure = {};
     last.message.assign(message == nullptr ? "" : message);
     last.error_number = error_number;
-    // tm_last_errno is never 0 after a failure, because FUSE and POSIX callers need an errno.
+    // After a failure with a known status tm_last_errno is never 0, because FUSE and POSIX callers
+    // need an errno.
     if (error_number == 0 && c_api::Known(status)) {
       last.error_number = tensormount::Status(static_cast<tensormount::Code>(status), "").ToErrno();
     }

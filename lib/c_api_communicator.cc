@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// tm_communicator_* (tensormount/c.h): communicators made of the caller's callbacks, and of a
-// single rank. The caller provides send, receive, test and cancel, with which the library
-// implements its collective operations (collective/comm/callback_communicator).
+// tm_communicator_* (tensormount/c.h): communicators made of the caller's callbacks, of a single
+// rank, and of the ranks of another communicator. The caller provides send, receive, test and
+// cancel, with which the library implements its collective operations
+// (collective/comm/callback_communicator).
 #include <chrono>
 #include <limits>
 #include <utility>
@@ -54,7 +55,7 @@ tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t 
     host.cancel = given.cancel;
     tensormount::CallbackOptions options;
     options.tag = given.tag;
-    // Zero means the default of CallbackOptions.
+    // Zero and negative values mean the default of CallbackOptions.
     if (given.leave_wait_ms > 0) {
       options.leave_wait = std::chrono::milliseconds(given.leave_wait_ms);
     }

@@ -8,8 +8,7 @@
 
 using tensormount::Status;
 
-// A session of MPI. Freeing the handle finalises MPI, if tm_mpi_init initialised it and the session
-// was not abandoned.
+// A session of MPI. Freeing the handle finalises MPI as described for MpiSession.
 struct tm_mpi {
   std::unique_ptr<tensormount::MpiSession> session;
 };

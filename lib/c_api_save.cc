@@ -44,7 +44,8 @@ struct tm_saver {
 
 namespace {
 
-// The status that a caller's hook returned, with the message that the hook set on this thread.
+// The status that a caller's hook returned, with the last message of this thread, which the hook
+// should have set.
 Status ReadVerdict(tm_status returned) {
   if (returned == TM_OK) return {};
   const bool known = returned > TM_OK && returned <= TM_INTERNAL;

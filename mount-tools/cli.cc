@@ -189,7 +189,7 @@ void AddTimeouts(CLI::App* command, double& liveness, double& arrival) {
       ->capture_default_str();
 }
 
-// Adds the subcommands that save into stores, and load, which has the same options for ranks.
+// Adds import, adopt, derive and load.
 void AddSaveCommands(Program& p) {
   CLI::App* c =
       p.Command("import", "Saves a source as a checkpoint of a store; each rank writes its slices",
@@ -548,7 +548,7 @@ void AddUnavailableCommands(Program& p) {
 // Converts the arguments that mount(8) passes to those of `mount`:
 //   mount.tensormount SOURCE MNT [-sfnvrw] [-N ns] [-t type] [-o opt,opt=value]
 // Options after -o are long options of `mount` without dashes; options that mount(8) handles
-// itself, and "x-" options of systemd and fstab, are dropped. Example: SOURCE MNT -o
+// itself, comments, and "x-" options of systemd and fstab are dropped. Example: SOURCE MNT -o
 // rw,noatime,views,hf-part-size=1GB becomes mount SOURCE MNT --views --hf-part-size=1GB. `fake` is
 // set to true for -f, which means to check the arguments without mounting.
 std::vector<std::string> ConvertMountHelperArgs(int argc, const char* const* argv,

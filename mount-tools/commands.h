@@ -15,9 +15,9 @@
 //
 // A function prints its results through the terminal, as text or JSON, and returns the exit status
 // (docs/cli.md): 0; 1 if the check failed (damage or a difference was found); 2 if the command
-// failed, after an error line on standard error; 128 + the signal if an import, export, adopt, copy
-// or repair was interrupted. Under mpirun `import`, `export` and `load` run on every rank, and rank
-// 0 prints the results.
+// failed, usually after an error line on standard error; 128 + the signal if an import, export,
+// adopt, copy or repair was interrupted. Under mpirun `import`, `export` and `load` run on every
+// rank, and rank 0 prints the results.
 
 namespace tensormount::tools {
 
@@ -34,10 +34,10 @@ struct ImportArgs {
   std::string reuse = "auto";     // auto, off, or the name of the base checkpoint.
   std::uint32_t full_every = 50;  // See SaveOptions::full_every.
   std::string inherit;            // STORE/NAME or NAME; empty: none.
-  std::string retain;             // Rules of tensormount/retention.h; empty: nothing is removed.
+  std::string retain;             // Rules of tensormount/retention.h; empty: none.
   bool ephemeral = false;         // See SaveOptions::ephemeral.
   std::string map;                // JSON file; empty: none.
-  // A rank that sends nothing for this long counts as dead.
+  // A rank that sends nothing for this long during a collective call counts as dead.
   double liveness_seconds = 30;
   // How long ranks wait for a live rank that does not make the collective call.
   double arrival_seconds = 1800;
@@ -88,7 +88,7 @@ int RunInit(const std::string& path, Terminal& terminal);
 struct LsArgs {
   std::string source;
   std::string glob;      // Glob of the keys to list; empty: all.
-  bool details = false;  // Long format (-l): dtype, shape and size.
+  bool details = false;  // Long format (-l).
   bool layers = false;   // Whether to list the layers of stacked tensors, too.
 };
 // Lists the checkpoints of a store, or the keys of a checkpoint. For a store it returns 1 or 2 if a
@@ -112,7 +112,8 @@ struct CatArgs {
   std::string as = "raw";
 };
 // Writes a tensor, or a box of it, or an object to standard output. Bytes that have a hash are
-// verified. Data are read in blocks of 32 MiB to limit memory.
+// verified, except for the description of an object (`as` text). Bytes are read in blocks of at
+// most 32 MiB to limit memory.
 int RunCat(const CatArgs& args, Terminal& terminal);
 
 struct DiffArgs {
@@ -187,7 +188,7 @@ struct MountArgs {
   std::string tier = "auto";
   // off, first or always: how often bytes are compared with their hashes.
   std::string verify = "first";
-  std::string log_file;  // The daemon's log; empty: the system's log.
+  std::string log_file;  // Empty: the system's log, or standard error in the foreground.
   std::string map;       // JSON file; empty: none.
   std::string hf_part_size = "5GB";
   std::string hf_rules;  // JSON file; empty: none.
@@ -197,8 +198,8 @@ struct MountArgs {
 // through a pipe.
 int RunMount(const MountArgs& args, Terminal& terminal);
 
-// Unmounts, and waits up to 10 seconds for the daemon to end, so that a script can use the
-// directory at once.
+// Unmounts, and waits up to 10 seconds until nothing is mounted there, so that a script can use
+// the directory at once.
 struct UnmountArgs {
   std::string mount_point;
   bool lazy = false;  // Whether to detach at once, even while files are open.
@@ -239,8 +240,9 @@ struct PruneArgs {
   bool show_policy = false;
   bool clear_policy = false;
 };
-// Removes the checkpoints that no rule keeps. With `dry_run` it lists them, and why the others
-// stay. Returns 2 if a checkpoint could not be removed or removal is not allowed.
+// Removes the checkpoints that no rule keeps, and frees their space. With `dry_run` it only lists
+// which checkpoints would be removed or would stay, and why. Returns 2 if a checkpoint could not be
+// removed or removal is not allowed.
 int RunPrune(const PruneArgs& args, Terminal& terminal);
 
 struct PinArgs {
@@ -255,8 +257,8 @@ struct CopyArgs {
   std::string limit_rate;          // Bytes a second, such as "100MB"; empty: no limit.
 };
 // Copies checkpoints to another store, with the same UUIDs. Returns 0 if all were copied or existed
-// there already. If one cannot be copied, the others are copied, and the result is 2. The next run
-// resumes an interrupted copy.
+// there already. If one cannot be copied, the others are copied, and the result is 2; but a full
+// disk or a failing destination ends the copy. The next run resumes an interrupted copy.
 int RunCopy(const CopyArgs& args, Terminal& terminal);
 
 struct RepairArgs {
@@ -312,8 +314,8 @@ struct CheckArgs {
 int RunCheck(const CheckArgs& args, Terminal& terminal);
 
 // Reports what this machine supports, what is missing, and how to get it. `directory` is on the
-// filesystem to check. Missing features are not errors; the result is 2 if the directory is not
-// writable.
+// filesystem to check. Missing features are not errors; the result is 2 if no test directory can be
+// made in `directory`.
 int RunDoctor(const std::string& directory, Terminal& terminal);
 
 }  // namespace tensormount::tools

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The log of a background mount (daemon_log.h): a file, or the system's log.
+// The log of a mount (daemon_log.h): a file, or the system's log.
 #include "mount-tools/daemon_log.h"
 
 #include <cerrno>
@@ -42,7 +42,7 @@ std::string TimeStamp() {
                      now.tv_nsec / 1'000'000);
 }
 
-// The log file of a daemon. Write needs no lock of its own, because Log() calls it under a lock.
+// The log file of a mount. Write needs no lock of its own, because Log() calls it under a lock.
 class LogFile {
  public:
   explicit LogFile(std::string path) : path_(std::move(path)) {}

@@ -8,7 +8,7 @@
 
 namespace tensormount::tools {
 
-// Targets of Log() for a mount in the background.
+// Targets of Log() for a mount.
 
 // Makes Log() write to the system's log, facility "daemon": a mount in the background has no
 // standard error.

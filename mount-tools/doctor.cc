@@ -23,8 +23,8 @@
 namespace tensormount::tools {
 namespace {
 
-// One line of the report. The command succeeds even if `good` is false, because most missing
-// features have a substitute.
+// One line of the report. Except for "filesystem", the command succeeds even if `good` is false,
+// because most missing features have a substitute.
 struct Diagnosis {
   std::string name;
   bool good = false;
@@ -74,7 +74,7 @@ Diagnosis Fuse() {
                 : "load the module with `modprobe fuse`; in a container pass --device /dev/fuse"};
 }
 
-// Whether users other than root may mount with --allow-other.
+// Whether this user may mount with --allow-other.
 Diagnosis AllowOther() {
   if (geteuid() == 0) return {"allow_other", true, "root may always use mount --allow-other", ""};
   const Result<std::string> text = ReadNamedFile("/etc/fuse.conf", 1 << 20);
@@ -235,7 +235,7 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
         terminal.Line(fmt::format("    {}", finding.remedy));
       }
     }
-    // The finding "filesystem" exists only if the directory cannot be written to.
+    // The finding "filesystem" exists only if no test directory could be made.
     if (finding.name == "filesystem") usable = false;
   }
   const int flushed = terminal.Flush();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount export` (commands.h), with ranks as threads or under mpirun. Each process checks the
-// options and opens the source before its ranks start. An error of these steps is passed to
-// fs::Export as `before`, which makes all ranks fail. One collective call does the export
+// options and opens the source before its ranks start. Under mpirun an error of these steps is
+// passed to fs::Export as `before`, which makes all ranks fail. One collective call does the export
 // (fs/export/export.h), and rank 0 prints the report.
 #include "fs/export/export.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The format of --help (help.h): the sections of CLI11, wrapped to the width of a terminal.
+// The format of --help (help.h): the sections of CLI11, wrapped to kColumns.
 #include "mount-tools/help.h"
 
 #include <vector>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory for `load` (host_memory.h). Large buffers are mapped together with their pages
-// (MAP_POPULATE), so that the measured time of a load has no page faults.
+// (MAP_POPULATE), so that the measured time of a load does not include their page faults.
 #include "mount-tools/host_memory.h"
 
 #include <cerrno>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount import` (commands.h): saves a source as a checkpoint of a store. A rule (--shard)
 // distributes the tensors over ranks. Each rank saves its regions with tensormount::Save, as a job
-// does. Bytes are read from the source when the save needs them, so a rank needs memory only for a
-// few blocks. Objects are distributed over the ranks and kept in memory; all ranks set the common
-// values, as a save requires.
+// does. Tensors are read from the source when the save needs them, so a rank keeps only a few
+// blocks of them in memory. Objects are distributed over the ranks and kept in memory; all ranks
+// set the common values, as a save requires.
 #include <algorithm>
 #include <map>
 #include <mutex>

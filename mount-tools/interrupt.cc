@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Signals set a flag (interrupt.h). With SA_RESETHAND the default action returns after the first
-// signal, so the second signal ends the process.
+// Signals set a flag (interrupt.h). SA_RESETHAND restores a signal's default action when the signal
+// arrives, so the same signal a second time ends the process.
 #include "mount-tools/interrupt.h"
 
 #include <iterator>

@@ -10,10 +10,10 @@
 namespace tensormount::tools {
 
 // Ctrl-C for a command that writes. While an object exists, the first SIGINT, SIGTERM or SIGHUP
-// only sets a flag, which the command checks after each block so that it can remove its output; a
-// second signal ends the process at once. Signals that were ignored before (nohup) stay ignored.
-// System calls are restarted, so storage that hangs delays the clean end, but a second signal still
-// ends the process.
+// only sets a flag, which the command checks after each block so that it can end cleanly; the same
+// signal a second time ends the process at once. Signals that were ignored before (nohup) stay
+// ignored. System calls are restarted, so storage that hangs delays the clean end, but the second
+// signal still ends the process.
 //
 // Signal handlers belong to the process, so only one object may exist at a time. Make it on the
 // main thread, before ranks start.

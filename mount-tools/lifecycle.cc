@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount rm`, `gc` and `fsck` (commands.h): each is a call of Store and a report. rm renames
 // into the trash, which is atomic and fast; gc deletes a checkpoint that was in the trash for the
-// grace period, if no reader has locked it. So a reader can read an open checkpoint to the end.
+// grace period, if no reader has locked it. So with file locks a reader can read an open checkpoint
+// to the end.
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
@@ -78,8 +79,8 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   Store::GcOptions options;
   options.dry_run = args.dry_run;
   options.grace = std::chrono::seconds(args.grace_seconds.value_or(kDefaultGraceSeconds));
-  // Without locks only the grace period protects readers. So the grace period is trusted there only
-  // if the user chose it.
+  // Without locks only the grace period protects readers, so it is trusted there only if the user
+  // chose it.
   options.trust_grace = args.grace_seconds.has_value();
   options.staging_age = std::chrono::seconds(args.staging_age_seconds);
   auto report = store.value().Gc(options);

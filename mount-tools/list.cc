@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount ls` and `info` (commands.h): both walk stores, checkpoints and keys, and print the
-// same columns. `ls` prints each key when it is read from the index, so its memory does not grow
-// with the number of keys. `info` of a tensor prints everything in the index about it, also each
-// chunk.
+// `tensormount ls` and `info` (commands.h). `ls` prints each key when it is read from the index, so
+// its memory does not grow with the number of keys. `info` of a tensor also prints each chunk.
 #include <algorithm>
 #include <ctime>
 #include <set>
@@ -514,7 +512,7 @@ constexpr std::size_t kShownSharers = 20;
 
 // Prints how many bytes the checkpoint takes in its store, and which checkpoints share them. Prints
 // nothing for a checkpoint outside of a store. If `json` is not null, the values are added to
-// `json`, and nothing is printed.
+// `json`, and only warnings are printed.
 Status InfoCost(const OpenedCheckpoint& checkpoint, nlohmann::ordered_json* json,
                 Terminal& terminal) {
   const auto parts = SplitCheckpointPath(checkpoint.directory());

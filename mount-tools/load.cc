@@ -270,7 +270,8 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   };
   before = prepare();
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
-  // The path is resolved, so that all ranks load the same checkpoint even if "latest" changes.
+  // The resolved path, so that Load opens the checkpoint that was opened here even if "latest" has
+  // changed.
   const std::string path = source ? source->directory() : args.source;
 
   Progress progress(terminal, "load");

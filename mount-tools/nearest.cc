@@ -11,8 +11,8 @@
 namespace tensormount::tools {
 namespace {
 
-// The number of edits between `a` and `b`, or `limit` if there are at least `limit`. O(limit *
-// length), because only cells near the diagonal of the table are computed.
+// The number of edits between `a` and `b`, or `limit` if there are at least `limit`. Only cells
+// near the diagonal of the table are computed.
 std::size_t Distance(std::string_view a, std::string_view b, std::size_t limit) {
   const std::size_t longer = std::max(a.size(), b.size());
   const std::size_t shorter = std::min(a.size(), b.size());

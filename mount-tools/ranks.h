@@ -30,8 +30,9 @@ class Ranks {
   // Whether this process runs rank 0 and so prints the results.
   bool prints_results() const { return !mpi_ || world_->rank() == 0; }
   // Prints the error of a command that failed on the ranks, with a hint for some errors, and
-  // returns kFailed. All ranks have the same error, so only rank 0 prints it; but if ranks could
-  // not reach each other, every process prints its error.
+  // returns kFailed. All ranks have the same error, so only rank 0 prints it; but after
+  // kDeadlineExceeded or kUnavailable the ranks may not have reached each other, and every process
+  // prints its error.
   int Fail(Terminal& terminal, const Status& failure) const;
   // Runs `body` once for each rank of this process and returns the failure of the lowest rank.
   // After a failure the MPI session is abandoned, because other ranks may be gone.

@@ -20,7 +20,7 @@ namespace tensormount::tools {
 
 // FindSource for an argument of a command. For a directory in a tensormount mount (MNT, MNT/step-1)
 // it finds the source that the mount shows, and prints a note. For a name that does not exist the
-// error suggests a similar name. Applies --file.
+// error suggests a similar name. Applies --file, but not to the source of a mount.
 Result<FoundSource> FindSourceArgument(const std::string& text, Terminal& terminal);
 
 // The file that --file selects in a foreign directory; kNotFound if it does not exist. Other
@@ -59,7 +59,7 @@ Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path);
 
 // kInvalidArgument if the rule (parsed from `text`, the value of --shard) splits no tensor, for
 // example because no tensor has the axis. Then every rank would have all data, as with the rule
-// `replicate`.
+// `replicate`. Sources with a scalar, a single rank and `replicate` itself pass.
 Status CheckShardRuleSplits(const OpenedCheckpoint& source, const std::string& text,
                             const ShardRule& rule, int ranks);
 

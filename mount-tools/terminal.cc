@@ -32,7 +32,6 @@ void Terminal::Line(std::string_view text, Colour colour) {
   Text(kCodes[static_cast<std::size_t>(colour)] + ShownText(text, "\t") + "\033[0m");
 }
 
-// The width in columns of the terminal at standard output, where pictures are printed.
 int Terminal::Columns() {
   winsize size{};
   if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;

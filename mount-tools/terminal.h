@@ -75,8 +75,8 @@ class Terminal {
   int Flush();
 
   // Prints "tensormount: CODE: message" and an optional hint line on standard error; further lines
-  // of a message are indented. With --json it prints an object on one line instead: {"error":
-  // {"code", "message"}}, and "hint". Returns kFailed.
+  // of a message are indented. With --json it prints an object on one line instead, {"error": ...}
+  // with the members of StatusJson and "hint". Returns kFailed.
   int Fail(const Status& status, std::string_view hint = {});
   void Warn(std::string_view text);  // Prints a warning on standard error; nothing with --quiet.
   // Prints additional information on standard error; nothing without --verbose.

@@ -10,7 +10,7 @@
 namespace tensormount {
 
 // Makes boxes from numbers that are already checked. Parts of a checked box need no check: their
-// extents and ends are not larger, so ends and volume cannot overflow. All other code uses
+// extents and ends are not larger, so ends and volume cannot overflow. Unchecked numbers need
 // Box::Make.
 class BoxAccess {
  public:

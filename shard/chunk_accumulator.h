@@ -16,9 +16,8 @@
 
 namespace tensormount {
 
-// Everything computed from the bytes of a stored range: a chunk of a tensor, a part of an object, a
-// header. All code that writes, copies, compares or verifies ranges uses this, so that additions
-// (statistics, for example) apply everywhere.
+// Length and hashes of a stored range: a chunk of a tensor, a part of an object, a header. The code
+// that writes, copies or verifies whole ranges computes them with the functions of this file.
 struct ChunkHashes {
   std::uint64_t length = 0;
   Hash128 root;  // The root over leaves and length (ChunkRoot).

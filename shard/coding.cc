@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The encoding of dims, tensor metadata, grid positions and regions, for manifests and for messages
-// between ranks. Decoded regions get their canonical form, so that equal regions compare equal.
+// The encoding of dims, tensor metadata, grid positions and regions. Decoded regions get their
+// canonical form, so that equal regions compare equal.
 #include "shard/coding.h"
 
 #include <cstdint>

@@ -100,8 +100,8 @@ class Tally {
 };
 
 // The kind in which elements of both types are compared; kNone if they are incomparable. An exact
-// kind is used only if both types have it: a signed and an unsigned integer, or an integer and a
-// float, are compared as doubles.
+// kind is used only if both types have it: a u64 and another integer, or an integer and a float,
+// are compared as doubles.
 NumberKind ComparedAs(DType a, DType b) {
   const NumberKind kind_a = NumberKindOf(a);
   const NumberKind kind_b = NumberKindOf(b);

@@ -30,7 +30,7 @@ struct ValueMismatch {
   // The relative distance: |a - b| divided by the larger of |a| and |b|; 1 if the larger is
   // infinite.
   std::optional<Largest> max_rel;
-  // max_abs without rounding, set if the elements were compared as integers.
+  // max_abs without rounding, set if elements that were compared as integers differ.
   std::optional<std::uint64_t> max_abs_integer;
 
   // Adds the result of other elements of the same two tensors. Equal largest distances keep the
@@ -43,9 +43,9 @@ struct ValueMismatch {
 bool CanCompareValues(DType a, DType b);
 
 // Compares `count` packed elements, numbered from `first`, and adds the result to `*sum`. Integers
-// are compared exactly. A u64 with a signed type, and an integer with a float, are compared as the
-// nearest doubles. Floats are compared as doubles, which represent every value. The distance of
-// complex numbers is that of points in the plane.
+// are compared exactly, except a u64 with another integer type: these, and an integer with a float,
+// are compared as the nearest doubles. Floats are compared as doubles, which represent every value.
+// The distance of complex numbers is that of points in the plane.
 void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::byte* b,
                    std::size_t count, std::uint64_t first, ValueMismatch* sum);
 

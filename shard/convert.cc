@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Conversion between number types by value, with one rounding: each source element becomes an exact
 // sign, significand and exponent, which are rounded to the target, to nearest with ties to even.
-// This is slower than a cast, but the result is the same on every machine.
+// This is slower than a cast, but the result is the same on every machine. Faster instructions with
+// the same result are used for the pairs of types in kByHardware.
 #include "shard/convert.h"
 
 #include <algorithm>
@@ -178,7 +179,7 @@ typename To::Storage FloatToFloat(typename From::Storage bits) {
     using FromFloat = std::conditional_t<sizeof(bits) == 4, float, double>;
     using ToFloat = std::conditional_t<sizeof(bits) == 4, double, float>;
     const auto value = static_cast<ToFloat>(std::bit_cast<FromFloat>(bits));
-    if (value != value) {  // All NaNs get the same bits, on every processor.
+    if (value != value) {  // All NaNs of one sign get the same bits.
       const std::uint64_t sign = bits >> (From::kFormat.bits() - 1);
       return static_cast<typename To::Storage>(sign << (To::kFormat.bits() - 1) |
                                                NanOf<To::kFormat>());

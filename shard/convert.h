@@ -22,7 +22,8 @@ namespace tensormount {
 //
 // Everything else is unsupported: floats to integers would lose data silently.
 
-// Ok, or kUnsupported "f32 cannot be converted to i8".
+// Ok (also for equal types, even those that ConvertElements does not support), or kUnsupported "f32
+// cannot be converted to i8".
 Status CanConvert(DType from, DType to);
 
 struct UnfitElement {

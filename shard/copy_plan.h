@@ -82,9 +82,9 @@ struct StridedCopy {
 // packing and the byte ranges of the mount all use this function.
 StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst);
 
-// Executes a plan between memories that must not overlap. Any order of axes runs at memory speed:
-// transposes use tiles, and large copies bypass the caches if that is faster. `whole`: total bytes,
-// if this copy is a block of a larger one.
+// Executes a plan between memories that must not overlap. Transposes of small runs use tiles, and
+// large copies bypass the caches if that is faster. `whole`: total bytes, if this copy is a block
+// of a larger one.
 void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
                  std::uint64_t whole = 0);
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether regions cover a shape, in three steps of rising cost: the proofs of partition_proof.h,
-// which decide all layouts in use; a sweep along the row-major order if all regions are ranges of
-// it; the search of coverage_search.h, which also finds the errors. The proofs must be fast for
-// millions of regions; the search only has to find as many errors as people can read.
+// Whether regions cover a shape. The proofs of partition_proof.h decide it for almost all layouts
+// in use. The errors are found by a sweep along the row-major order if all regions are ranges of
+// it, else from the corners (UseDifferences) or by the search of coverage_search.h. The proofs must
+// be fast for millions of regions; the search only has to find as many errors as people can read.
 #include "shard/coverage.h"
 
 #include <algorithm>

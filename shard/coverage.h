@@ -39,8 +39,7 @@ struct CoverageReport {
 // Finds where regions do not cover the shape exactly once; exact for any mix of boxes and flat
 // ranges. The caller must have removed replicas (equal regions, see GroupEqual). Lists at most
 // `limit` (at least one) findings of each kind; at most 2^31 regions. Without errors it costs as
-// much as IsPartition; if there are errors, a search follows, whose cost depends on them
-// (coverage_search.h).
+// much as IsPartition; to find errors costs more, depending on them (coverage_search.h).
 CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit = 16);
 
 // Whether every cell of the shape lies in exactly one region: CheckCoverage().complete() without

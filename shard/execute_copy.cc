@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// ExecuteCopy of copy_plan.h, with the choice of the fastest method for caches and processors. Runs
-// of a few bytes use tiles; ChooseRunCopy chooses the method for longer runs.
+// ExecuteCopy of copy_plan.h, with the choice of the fastest method for caches and processors.
+// CopyPlane copies runs of 1, 2, 4, 8 and 16 bytes, in tiles if the memory orders are opposite;
+// ChooseRunCopy chooses the method for other runs.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -91,7 +92,7 @@ void CopyPlane(const CopyAxis& outer, const CopyAxis& inner, const std::byte* sr
   }
 }
 
-// Method for runs that are too long for CopyPlane. The best method depends on the run, on the side
+// Method for runs that CopyPlane does not copy. The best method depends on the run, on the side
 // with gaps, and on whether the copy fits a cache (docs/performance.md, "Copies of runs", has the
 // table).
 enum class RunCopy {

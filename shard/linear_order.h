@@ -18,8 +18,8 @@ namespace tensormount {
 //   box [1:3, 0:3]            6 to 8 and 12 to 14                         no range
 //   box [1:3, 0:6] flat 4:9   counted in the box, which begins at 6       [10, 15)
 //
-// A box is a range if it spans the tensor from some axis inwards, and has extent one on the axes
-// before that axis. RangeOf decides by counting instead of by cases.
+// A box is a range if for some axis it has extent one on the axes before that axis, and spans the
+// tensor on the axes after it. RangeOf decides by counting instead of by cases.
 
 // [begin, end) of the row-major order of a tensor, in elements. Signed like Dims; base/byte_range.h
 // is for bytes.

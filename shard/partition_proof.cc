@@ -221,8 +221,9 @@ constexpr std::size_t kMaxRestCells = std::size_t{1} << 18;
 // larger ones, which have the same sum and fewer corners.
 class Corners {
  public:
-  // Finds the axes on which some region does not span the shape; other axes do not matter. nullopt
-  // if there are more than kMaxCornerAxes, or too many corners to number them.
+  // Finds the axes on which some region does not span the shape (all axes if some region is a flat
+  // range); other axes do not matter. nullopt if there are more than kMaxCornerAxes, or too many
+  // corners to number them.
   static std::optional<Corners> Of(const RegionSet& regions) {
     Corners corners;
     corners.regions_ = regions.size();

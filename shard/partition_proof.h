@@ -30,7 +30,8 @@ struct Miscount {
 // All require that Box::Whole(shape) is not empty.
 
 // One pass over volumes: kNotPartition if they do not add up; kPartition if the regions are
-// consecutive ranges of the row-major order. `linear` is set if all are such ranges.
+// consecutive ranges of the row-major order. `*linear`: whether each region is a range of that
+// order.
 Proof ProveByOrder(const RegionSet& regions, bool* linear);
 
 // kPartition if the boxes are the cells of a grid, each once, in any order. kNotPartition if there

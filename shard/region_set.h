@@ -81,7 +81,7 @@ class RegionSet {
 
 // Puts the distinct regions of `all`, in order of first appearance, into `distinct`, with their
 // position in `distinct` as owner; returns that position for each region of `all`. Expected linear
-// time; regions in rank order are grouped without hashing.
+// time; regions in rank order are mostly grouped without hashing.
 std::vector<std::uint32_t> GroupEqual(const RegionSet& all, RegionSet* distinct);
 
 }  // namespace tensormount

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Headers of safetensors files, written with the format's own spacing and order. The reader refuses
-// everything that the reference reader refuses, and more: a file that readers interpret differently
-// could show different weights to different users.
-// The parser is event-based and keeps only the entries, so that a header of 100 MB needs no more
-// memory than its tensors.
+// Headers of safetensors files, written like the reference: JSON without spaces, and the fields of
+// a tensor in the same order. The reader refuses everything that the reference reader refuses, and
+// more: a file that readers interpret differently could show different weights to different users.
+// The parser is event-based, so that no tree of a header of 100 MB is built.
 #include "shard/safetensors.h"
 
 #include <algorithm>

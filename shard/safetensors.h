@@ -50,8 +50,8 @@ enum class UnknownDType {
 // broken rule and the key: header length, UTF-8, JSON (duplicate keys too), types, dtype, shape ×
 // dtype = length, overlap, gaps, data past the end or bytes left over. Keys are not checked against
 // CheckKey, because the format allows more. kUnsupported for an unknown dtype, more than kMaxRank
-// axes, a string over 16 MiB and metadata over 32 MiB. Besides the text only the entries and the
-// metadata need memory.
+// axes, a string over 16 MiB and metadata over 32 MiB. Besides the text, memory is needed only for
+// keys, entries and metadata.
 Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
                                                  std::uint64_t file_size,
                                                  UnknownDType unknown = UnknownDType::kRefuse);
@@ -70,7 +70,7 @@ class SafetensorsHeaderWriter {
   // Writes a tensor, and returns its begin in the data part; it ends where the next tensor begins.
   // The memory of `key` must stay valid until Finish. kUnsupported for a dtype that the format
   // lacks; kInvalidArgument for a key that is not UTF-8, reserved or duplicate, or a shape that
-  // overflows.
+  // overflows or does not fill whole bytes.
   Result<std::uint64_t> Add(std::string_view key, DType dtype, const Dims& shape);
   // The bytes before the data part: u64 length and JSON padded with spaces so that data begin at a
   // multiple of `alignment` (a power of two >= 8). kInvalidArgument for another alignment and for a

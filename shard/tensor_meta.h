@@ -76,8 +76,8 @@ std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offs
 // be the region's extents, of which leading ones that are 1 may be left out (layers stacked under
 // one key), or one axis of volume() elements in the region's row-major order (always so for flat
 // ranges; also for boxes, because a flat range of whole rows becomes a box). Offsets are relative
-// to buffer.data. kInvalidArgument if dtype or shape do not match, or strides reach past 2^62
-// bytes.
+// to buffer.data. kInvalidArgument if dtype or shape do not match, strides reach past 2^62 bytes,
+// or a type below one byte is not packed; also the errors of ByteRegion.
 Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype, const Dims& shape,
                                            const Region& region);
 // Places a foreign chunk with strides in bytes per element axis (transposed or padded storage).

@@ -16,7 +16,8 @@
 //
 // Exempt values are given by globs (fnmatch, '*' matches any characters) of paths: the name of a
 // common value, then as in CommonValue::At: "rng*", "args.rank", "args.groups*.seed". A matched
-// value is ignored with everything below it, as if it did not exist.
+// value is ignored with everything below it, as if it did not exist. Layer names are never exempt,
+// nor are single items of lists and tuples ("args.list[0]").
 
 namespace tensormount {
 

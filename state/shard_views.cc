@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Views of shards (Narrowed, Split, Stacked, Transposed, Interleaved, ...) of tensormount/shard.h:
 // another tensor seen through the same memory, without a copy. shard.cc makes shards; the functions
-// here take one shard to another. Each normalizes its argument (Normalized) and checks its result
+// here take one shard to another. Each checks its argument (most by Normalized) and its result
 // (CheckedView), so that a view meets the same rules as a shard that a caller made.
 #include <algorithm>
 #include <string>
@@ -66,7 +66,8 @@ Status CheckAxis(const Shard& shard, int axis) {
 }
 
 // The part of a normalized shard in [lo, hi) on `axis`, in the same coordinates; an empty part lies
-// at one of the two ends. Requires 0 <= lo <= hi <= the global extent of `axis`.
+// in [lo, hi], unless the shard is empty itself. Requires 0 <= lo <= hi <= the global extent of
+// `axis`.
 Result<Shard> Cut(const Shard& shard, int axis, std::int64_t lo, std::int64_t hi) {
   const Box& box = shard.region.box();
   const std::int64_t from = std::clamp(box.begin(axis), lo, hi);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saves in the background. The state is copied, by default before Save() returns; then a lane (a
-// thread with its own channel of the communicator) runs an ordinary save of the copy. Lanes are
-// independent; steps that must happen in the order of the calls, such as claiming a generation,
-// wait in SaveOrder.
+// Saves in the background. The state is copied, by default before Save() returns (SaveInPlace does
+// not copy); then a lane (a thread with its own channel of the communicator) runs an ordinary save.
+// Lanes are independent; steps that must happen in the order of the calls, such as claiming a
+// generation, wait in SaveOrder.
 #include "tensormount/async_save.h"
 
 #include <algorithm>
@@ -75,8 +75,8 @@ struct SaveHandle::Rep {
   bool InThisProcess() const { return getpid() == process; }
   const pid_t process = getpid();
 
-  // Reached when the caller may overwrite its buffers: after the copy, or for SaveInPlace after the
-  // save.
+  // Reached after the copy, or for SaveInPlace after the save. Then the caller may overwrite its
+  // buffers, unless it failed with ErrorFields::memory_in_use.
   Milestone<Status> staged;
   Milestone<Result<SaveReport>> ended;
   std::atomic<SaveProgress::State> state{SaveProgress::State::kStaging};
@@ -298,8 +298,8 @@ class Lane {
     if (!verdict.ok() && task->staged.has_value()) {
       for (const auto& memory : task->staged->on_devices) memory->MarkStillAccessed();
     }
-    // The staging memory is freed before the end is reported, because the caller may need this
-    // memory for its next save.
+    // The staging memory goes back to its pools before the end is reported, because the caller may
+    // need this memory for its next save.
     task.reset();
     save_order_->Remove(number);
     job->ReportEnded(std::move(verdict), in_place);
@@ -315,7 +315,7 @@ class Lane {
     if (!task.staged.has_value()) {
       // Memory is given out in the order of saves, on every rank. In another order the first save
       // could have the memory on one rank and the second save on another rank, and each save would
-      // wait for the other forever.
+      // wait for the other until it times out.
       (void)save_order_->AwaitEarlier(task.number, SaveOrder::Step::kStaged);
       const DeviceLimits rules{task.fences.get(), &job.cancel, PatienceOf(task.options.timeouts)};
       task.staged.emplace(
@@ -359,8 +359,8 @@ class Lane {
     return verdict;
   }
 
-  // Makes rank 0 claim generations in the order of saves, so that `latest` is the save requested
-  // last, and of two saves that replace the same name the second one remains.
+  // Makes rank 0 claim generations in the order of this saver's saves, so that `latest` is the save
+  // requested last, and publish saves of one path in this order, so that the last one remains.
   void KeepSaveOrder(const Task& task, const Event& event) {
     if (channel_->rank() != 0) return;
     const bool start = event.kind == Event::Kind::kStart;
@@ -440,8 +440,7 @@ struct AsyncSaver::Rep {
 
 namespace {
 
-// The savers of the process. At exit the process waits for their saves in progress, within the
-// timeouts of the saves.
+// The savers of the process. At exit the process waits until their saves in progress have ended.
 struct LiveSavers {
   // Set at exit: then no save begins any more, because its thread would run while static objects
   // that it needs are destroyed. `busy` counts threads that begin a save or destroy a saver.
@@ -660,8 +659,8 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
     lane.Forget(number);
     rep_->save_order->Remove(number);
   });
-  // After any failure from here on, the task still goes to the lane, so that the other ranks learn
-  // of the failure instead of waiting.
+  // If a step of this preparation fails, the task still goes to the lane, so that the other ranks
+  // learn of the failure instead of waiting.
   const Status prepared = Guarded([&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(task.fences, FencesOf(state));
     if (staging == Staging::kInBackground) {
@@ -686,7 +685,7 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
     }
     // Memory is given out in the order of saves, as in Lane::Save: otherwise this save could hold
     // memory that an earlier save needs, while another rank gives it to the earlier save, and both
-    // saves would wait forever.
+    // saves would time out.
     if (!rep_->save_order->AwaitEarlier(task.number, SaveOrder::Step::kStaged, patience)) {
       return {
           Code::kDeadlineExceeded,

@@ -22,7 +22,8 @@ namespace tensormount {
 // first interval writes nothing. Files are replaced by rename, so a reader never sees half a file.
 class ProgressFile {
  public:
-  // Bytes that this rank writes in this save, in total and so far.
+  // Size of this rank's shards and objects, and bytes written, or taken from the base, so far. The
+  // latter may stay below the former, because other ranks write some of the replicas.
   struct Line {
     std::uint64_t bytes_total = 0;
     std::uint64_t bytes_written = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory for snapshots is kept from one save to the next: allocating and zeroing gigabytes in the
-// kernel costs as much as the copy itself. The total is bounded, and a save that can never fit
+// kernel costs as much as the copy itself. The total can be bounded; then a save that can never fit
 // fails before it waits.
 #include "collective/async/snapshot_pool.h"
 
@@ -15,10 +15,11 @@
 namespace tensormount {
 namespace {
 
-// Block sizes are rounded up to a multiple of this number of bytes, so that a state that grows a
-// little can reuse its block.
+// Block sizes are rounded up to a multiple of this number of bytes (but not over the bound), so
+// that a state that grows a little can reuse its block.
 constexpr std::uint64_t kRound = 2u << 20;
-// Maximum number of idle blocks: the number of concurrent saves.
+// Fewer idle blocks than this number remain when a new block is mapped: the number of concurrent
+// saves.
 constexpr std::size_t kMaxIdle = 2;
 
 }  // namespace

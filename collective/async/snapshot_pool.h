@@ -16,10 +16,10 @@
 
 namespace tensormount {
 
-// A pool of host memory for snapshots. The kernel provides one block for each save. The block is
-// kept for later saves, because touching fresh pages costs more than copying into them. Any block
-// that is large enough is reused. Two idle blocks are kept, the number of concurrent saves.
-// Thread-safe.
+// A pool of host memory for snapshots. Each save takes one block. The block is kept for later
+// saves, because touching fresh pages costs more than copying into them. Any block that is large
+// enough is reused. If none is, the pool maps a new block, and first unmaps idle blocks until at
+// most one is left. Thread-safe.
 class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
  public:
   // At most `bound` bytes are mapped at a time; 0: no bound.

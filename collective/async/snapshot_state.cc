@@ -43,7 +43,7 @@ Status CopyBytes(const PackedSource& source, std::uint64_t begin, std::uint64_t 
   return {};
 }
 
-// Bytes for each copying thread: it copies them in a few milliseconds.
+// Least number of bytes for each of several copying threads: a few milliseconds of copying.
 constexpr std::uint64_t kBytesOfAStager = std::uint64_t{16} << 20;
 constexpr std::uint64_t kMostStagers = 8;
 
@@ -144,7 +144,7 @@ Status CopyWithinDevices(DeviceSnapshots& devices, Copies& copies, CopiesWithin&
   return {};
 }
 
-// Copies the remaining bytes to host memory, in even parts, one for each thread.
+// Copies the remaining bytes to host memory, in parts of about equal size, one for each thread.
 Status CopyToHost(const StateDict& state, const DeviceLimits& rules, const Copies& copies,
                   std::uint64_t total, std::atomic<std::uint64_t>* staged) {
   const std::uint64_t threads = std::clamp<std::uint64_t>(

@@ -39,7 +39,7 @@ std::string DeviceInNote(const std::string& device) {
              : CutToBytes(device.substr(0, device.find(' ')), kMaxNoteDevice);
 }
 
-// The part of a status that fits into a note: code, message, rank and device.
+// The part of a status that fits into a note: code, errno, rank, device and a cut message.
 Status CutToNote(const Status& status) {
   if (status.ok()) return status;
   return Status::FromParts(status.code(), status.ToErrno(),

@@ -21,8 +21,8 @@
 //   member                                rank 0
 //   kBegin (number, hash of plan) ----->  compares it with its own
 //   kFailed (status) ------------------>  tells all others
-//   <----------------- kFailed, kMoverMessage
-//   kGoodbye -------------------------->  its silence is no failure from here on
+//   <----------------- kFailed, kMoverMessage, kGoodbye
+//   kGoodbye -------------------------->  its closed end alone is no failure from here on
 //
 // The topology is a star, as in Collective: N - 1 receives wait at rank 0 and one at each other
 // rank, whatever the plan, and no new connections are needed.
@@ -33,8 +33,8 @@ struct BulkNote {
   enum Kind : std::uint8_t { kBegin = 1, kFailed = 2, kGoodbye = 3, kMoverMessage = 4 };
   Kind kind = kBegin;
   int from = 0;
-  std::uint64_t exchange = 0;  // Number of the last exchange that the sender began.
-  std::uint64_t plan = 0;      // Hash of the plan of exchange number `exchange`.
+  std::uint64_t exchange = 0;  // For kBegin, kGoodbye: number of the sender's last exchange.
+  std::uint64_t plan = 0;      // For kBegin: hash of the plan of that exchange.
   Status status;               // For kFailed: the failure, with the rank that it began on.
   std::string mover_message;   // For kMoverMessage: a mover's bytes, up to kMaxMoverMessage.
   static constexpr std::size_t kMaxMoverMessage = 256;

@@ -44,17 +44,19 @@ struct BulkBlock {
 //   transport->Put(blocks);                 // In any order, as they are ready, in many calls.
 //   Status s = transport->Wait(deadline);   // Until this rank's units are moved.
 //
-// After a failure the transport is unusable: every further call returns the failure at once, and
-// rank 0 tells all other ranks over the control plane; their next Poll or Wait returns it. So no
-// rank waits longer than its own deadline. Codes:
-//   kDeadlineExceeded  names the unit and the rank on the other side;
-//   kUnavailable       a rank closed its end, or destroyed its transport in an exchange. (MPI does
-//                      not report that a process is gone; there it is kDeadlineExceeded.)
+// After a failure the transport is unusable: every further call but Unregister and Settle returns
+// the failure at once, and rank 0 tells all other ranks over the control plane; their next Poll or
+// Wait returns it. So no rank waits longer than its own deadline. Codes:
+//   kDeadlineExceeded  if units are late, names one of them, and the rank on its other side or the
+//                      ranks that the mover suspects;
+//   kUnavailable       a rank closed its end, or destroyed its transport in an exchange or before
+//                      one that has units of it. (MPI does not report that a process is gone; there
+//                      it is kDeadlineExceeded.)
 //   kInternal          ranks have different plans;
-//   any other          from the mover, or from the caller of Abort.
-// kInvalidArgument of Register, Begin, Put and Wait reports an invalid call, which has no effect. A
-// rank whose units are moved does not wait for those of other ranks. For one verdict on all ranks,
-// call Collective::Agree afterwards, or Poll from a LocalWork.
+//   any other          from the mover, the control plane or the caller of Abort.
+// kInvalidArgument of Register, Unregister, Begin, Put and Wait reports an invalid call, which has
+// no effect. A rank whose units are moved does not wait for those of other ranks. For one verdict
+// on all ranks, call Collective::Agree afterwards, or Poll from a LocalWork.
 //
 // Memory stays the caller's. After Put, do not free or change a block until Done is true for its
 // unit, Wait returned ok or, after a failure, Settle returned ok: a device transfer cannot be
@@ -128,7 +130,8 @@ class BulkTransport {
   Status ReadNotes();
   Status OnNote(const BulkNote& note);
   Status CheckSamePlans();
-  // Keeps the first failure and tells all other ranks. Returns the failure that is kept.
+  // Keeps the first failure and reports it: rank 0 to all other ranks, another rank to rank 0,
+  // unless it came from there. Returns the failure that is kept.
   Status Fail(const Status& why);
   Status Failure() const;
   Status LateStatus() const;

@@ -11,8 +11,8 @@ namespace tensormount {
 
 // A bidirectional, ordered byte connection between two ranks. No call waits: a caller with nothing
 // to do calls again later (StreamPeer does, from Communicator::Progress). Three kinds: a socket
-// between forked ranks, numbered packets that a host program carries (CallbackCommunicator), and
-// connections made on first use (TcpStream). A stream delivers every byte once and unchanged, or
+// between forked ranks, packets that a host program carries (callback_communicator.cc), and
+// connections made on first use (TcpStream). A stream delivers every byte once and in order, or
 // ends; frames and their checksums belong to the layers above. Not thread-safe.
 class ByteStream {
  public:
@@ -34,11 +34,12 @@ class ByteStream {
   // again.
   virtual void WantRead() {}
 
-  // Ends reading and writing. Bytes accepted before may still be in flight; the other end reads
-  // them before it sees the end.
+  // The caller will not read or write any more. Bytes accepted before may still be in flight; the
+  // other end reads them before it sees the end.
   virtual void Shut() = 0;
   // Closes the stream in an orderly way, before destruction. Call TryClose repeatedly until it
-  // returns true: then nothing is in flight in either direction.
+  // returns true: then the stream may be destroyed, and accepted bytes reach the other end unless
+  // the stream has failed.
   virtual bool TryClose() { return true; }
 
   // Asks the stream to open. Until it is open, the stream accepts small writes, and reads return

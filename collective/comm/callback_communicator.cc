@@ -1,12 +1,14 @@
-// SPDX-License-Identifier: Apache-2.0 Ranks that communicate through a host program's callbacks:
-// the protocol of StreamPeer over streams of packets.
+// SPDX-License-Identifier: Apache-2.0
+// Ranks that communicate through a host program's callbacks: the protocol of StreamPeer over
+// streams of packets.
 //
-// A packet is a head of fixed size, for which one receive is always posted. The head contains
-// either a few bytes, such as a frame of a collective job, or the size of a bulk message that
-// follows. The host only reads and writes buffers that this file owns, never the caller's memory,
+// A packet is a head of fixed size and perhaps a bulk message. The head contains either a few
+// bytes, such as a frame of a collective job, or the size of the bulk message that follows. Each
+// stream has at most one receive posted: for a head, or for the bulk message that the last head
+// announced. The host only reads and writes buffers that this file owns, never the caller's memory,
 // so that Cancel can forget a message at once; the price is a copy on each side. A side that leaves
-// sends a last packet and reads until the other side's last one; then no packet is left that a
-// later communicator could receive.
+// sends a last packet and reads until the other side's last one, for at most
+// CallbackOptions::leave_wait; then no packet is left that a later communicator could receive.
 #include "tensormount/callback_communicator.h"
 
 #include <algorithm>
@@ -35,8 +37,8 @@ constexpr std::size_t kHead = 512;
 constexpr std::size_t kInHead = kHead - kHeadFixed;
 constexpr std::uint32_t kFlagBye = 1;
 constexpr std::size_t kBulk = kMaxCallbackMessage;
-// Limit of unsent heads and bulk messages. A packet is a head, or a head and a bulk message; the
-// last packet is a head only.
+// A packet is sent only while fewer heads and bulk messages than this number are unsent. The last
+// packet is a head only.
 constexpr std::size_t kMaxSends = 8;
 
 // Keeps memory until the process ends, because a host without cancel may still access it after its

@@ -29,24 +29,27 @@ class FrameSender;
 // ("validate", "publish") and is checked to be the same on all ranks. Rank 0 gathers, decides and
 // distributes the verdict, so each call returns the same verdict on every rank that can still be
 // reached. Failures:
-//   kDeadlineExceeded  names the ranks that were silent (liveness) or did not come (arrival);
-//   kUnavailable       names ranks whose process is gone;
-//   kInternal          ranks are in different phases.
+//   kDeadlineExceeded  names the ranks that were silent (liveness) or late (arrival, total);
+//   kUnavailable       names ranks whose process is gone, or that are in a later job;
+//   kDataLoss          a message between ranks is damaged or missing;
+//   kInternal          ranks are in different phases;
+//   kCancelled         a call waited too long after `cancel` was set (see the constructor).
 // After one of these the object is unusable: every further call returns that failure at once. After
 // failures that callers pass in themselves (Agree, a failed Broadcast) the object stays usable. A
 // rank that comes after the others gave up gets the same failure, if rank 0 still lives.
 //
 // How a failure travels: a rank that cannot go on tells rank 0 (by a contribution with a status, or
-// by "gave up" outside of a round), and rank 0 ends the round with that verdict for all. A rank
-// that hears nothing from rank 0 for `liveness` fails by itself. So no call takes longer than the
-// longest of its deadlines.
+// by "gave up" while it waits for rank 0), and rank 0 ends the round with that verdict for all. A
+// rank that hears nothing from rank 0 for `liveness` fails by itself. So a call ends at most a few
+// seconds after the longest of its deadlines.
 //
 //   Collective collective(comm, timeouts);
 //   TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(Prepare(), "prepare"));  // All, or nobody.
 //   TENSORMOUNT_ASSIGN_OR_RETURN(const auto sizes, collective.AllGather(mine, "sizes"));
 //
 // `liveness` applies to a rank once this job has received something from it. Before that the rank
-// may still be computing, with no heartbeat thread, and only `arrival` or its closed socket counts.
+// may still be computing, with no heartbeat thread, and only `arrival` or its closed socket counts,
+// unless the rank was lost in an earlier job and has sent nothing since.
 // With Communicator::BeatsAlways ranks send heartbeats between jobs too, so `liveness` applies from
 // the start.
 // Not thread-safe. `comm` must outlive this.
@@ -93,10 +96,10 @@ class Collective {
   // Sends `letters` to their peers and returns the texts from the ranks in `from`, in that order.
   // Both sides must name the pair, each peer at most once; this rank itself and empty texts are
   // allowed. The receiver need not know the sizes, and a rank sees only its own messages. The cost
-  // is one frame for each pair, plus what does not fit into the frame. Ends with an Agree. Fails on
-  // all ranks with kInvalidArgument if a rank names a peer that does not exist, or names one twice,
-  // and with kInternal if senders and receivers do not name the same pairs; the object stays
-  // usable.
+  // is one frame for each pair, plus what does not fit into the frame, and two rounds with rank 0.
+  // Fails on all ranks with kInvalidArgument if a rank names a peer that does not exist, or names
+  // one twice, and with kInternal if senders and receivers do not name the same pairs; the object
+  // stays usable.
   struct Letter {
     int peer = 0;
     std::string text;

@@ -23,7 +23,8 @@
 //
 //   u32 magic, u16 version, u8 kind, u8 op, job (2 u64), u32 sequence, u32 round, u64 phase hash,
 //   u32 status code, u32 errno, u64 payload size, u64 payload hash, u8 fatal, u8 length of the
-//   phase, phase text, the payload if it fits, and in the last 8 bytes XXH3-64 of the rest
+//   phase, u16 0, 40 bytes of phase text, the payload if it fits, and in the last 8 bytes XXH3-64
+//   of the rest
 //
 // A damaged frame, or one of another program that uses the same tags, fails a check; a frame of an
 // earlier job is recognized by its job number and dropped.
@@ -88,8 +89,8 @@ Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload);
 //   kPayload -- its bytes came, checksum right --> kReady -- Take --> kIdle
 //
 // Later jobs reuse tags, so frames of a failed job may arrive before the first frame of this one:
-// all of them are dropped, and so are repeated frames. From the first frame of this job on, order
-// and checksums must be right.
+// they are dropped (up to a limit), and so are repeated frames. From the first frame of this job
+// on, order and checksums must be right.
 class FrameReceiver {
  public:
   FrameReceiver(Communicator& comm, Communicator::Job job, int peer, std::uint32_t tag)
@@ -99,7 +100,8 @@ class FrameReceiver {
   FrameReceiver& operator=(const FrameReceiver&) = delete;
 
   // Returns true once a whole frame has arrived; the frame stays until Take. Starts a receive if
-  // none is posted. Fails with kDataLoss if bytes changed on the way, or a frame is missing.
+  // none is posted. Fails with kDataLoss if bytes changed on the way or a frame is missing, with
+  // kUnavailable if the peer is gone or in a later job.
   Result<bool> Poll();
   struct Received {
     Frame frame;

@@ -8,7 +8,8 @@
 //   member r                                  rank 0
 //   kContribution(status | payload)  ------>  Collect: marks r as arrived, keeps the payload
 //                                             (rank 0's own work runs beside, step by step)
-//                  <-- kWaiting, again -----  Remind: after 50 ms, to ranks that came
+//                  <-- kWaiting, again -----  Remind: after 50 ms, to ranks that came (in a round
+//                                             with work to all)
 //                                             CheckRanksAlive, MakeVerdict: the verdict
 //              <-- kVerdict(status|payload)-  SendVerdict, Drain
 //
@@ -17,8 +18,9 @@
 //
 // What happens when a rank dies:
 //   a member before its contribution: rank 0 sees its stream closed (kUnavailable) or its silence
-//     (kDeadlineExceeded; after `liveness` if the member sent something in this job or was lost in
-//     an earlier job, if not after `arrival`), and sends all others one fatal verdict;
+//     (kDeadlineExceeded; after `liveness` if the member sent something in this job or its
+//     communicator BeatsAlways, at once if it was lost in an earlier job, if not after `arrival`),
+//     and sends all others one fatal verdict;
 //   a member after its contribution: the verdict may be ok; the next round misses the member;
 //   rank 0: every member gives up by itself, by closed stream, liveness or deadline.
 // Only rank 0 decides, so all members that receive a verdict of one round receive the same one.

@@ -104,7 +104,7 @@ class LocalWork {
  public:
   virtual ~LocalWork() = default;
   // Does a part of the work, without waiting. Returns true once all work is done. Sets `moved` if
-  // the work made progress: then Step is called again at once; if not, after a growing pause.
+  // the work made progress: then Step is called again soon; if not, after a growing pause.
   virtual Result<bool> Step() = 0;
   bool moved = false;
   // Set if the work also makes progress without messages (by its own reads), which Changes() of the
@@ -134,7 +134,8 @@ enum class CollectiveOp : std::uint8_t {
 //
 //   member                                   rank 0
 //   Contribute(status, payload)  ----------> Collect, for each rank: OnContribution
-//   <- "waiting" --------------------------- Remind: to ranks that came, while others are missing
+//   <- "waiting" --------------------------- Remind: to ranks that came or have work, while others
+//                                            are missing
 //   <- verdict ----------------------------- MakeVerdict (decide), SendVerdict
 //
 // See Collective for the guarantees. The topology is a star, not a tree: each rank waits for one

@@ -5,11 +5,12 @@
 // MPI never sees the caller's memory: messages go in pieces through buffers that this file owns.
 // The price is one copy on each side. In return, Cancel only forgets a message (MPI cannot take
 // back a send, and may still write a piece that is in flight), no count passes 2^31, a message of
-// the wrong size is found before its bytes reach the caller, and the bytes in flight are bounded.
+// the wrong size never writes past the caller's buffer, and the bytes in flight are bounded.
 // Only the last piece of a message is shorter than kPiece, which marks its end even if the sizes
 // differ.
 //
-// Nothing here blocks: only MPI_I... calls, probes and tests, under one mutex.
+// No call of the communicator blocks: it makes only MPI_I... calls, probes, tests, and a receive of
+// a probed heartbeat, under one mutex. Setting up and leaving wait (time limits below).
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -538,7 +539,7 @@ class MpiCommunicator final : public Communicator {
   const MPI_Comm beats_;
   int rank_ = 0;
   int size_ = 1;
-  std::atomic<std::uint64_t> changes_{0};  // Number of pieces that moved.
+  std::atomic<std::uint64_t> changes_{0};  // Number of pieces that moved, and of failures.
   mutable std::mutex mutex_;
   std::map<Key, Stream> streams_;
   std::unordered_map<Request, Entry> requests_;
@@ -578,7 +579,7 @@ class MpiWorlds {
     return *all;
   }
 
-  // Whether a transfer was abandoned, for which MPI_Finalize would wait.
+  // Whether a transfer or a collective call was abandoned, for which MPI_Finalize would wait.
   bool untidy() const { return untidy_; }
 
   // Takes a communicator that no process uses, or makes one. Collective. Release gives the

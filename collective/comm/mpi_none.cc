@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tensormount/mpi.h in a build without MPI: every call returns kUnsupported, so that programs link
-// and report the reason.
+// tensormount/mpi.h in a build without MPI: MpiSession::Init returns kUnsupported, so that programs
+// link and report the reason.
 #include "tensormount/mpi.h"
 
 namespace tensormount {

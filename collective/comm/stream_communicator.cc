@@ -20,9 +20,9 @@ std::chrono::nanoseconds StreamBeatInterval(std::size_t ranks) {
          std::chrono::microseconds(100) * static_cast<std::int64_t>(ranks);
 }
 
-// A communicator with a hub (a thread that serves the sockets) has callers that never call
-// Progress. For them a Test that finds nothing looks at the sockets itself, but at most once in
-// this interval, because callers may test a thousand requests in a row.
+// A communicator with a hub has callers that never call Progress. For them a Test that finds
+// nothing looks at the sockets itself, but at most once in this interval, because callers may test
+// a thousand requests in a row.
 constexpr std::chrono::microseconds kTurnAgain{50};
 
 }  // namespace

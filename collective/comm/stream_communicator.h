@@ -26,9 +26,9 @@ namespace tensormount {
 // an error. Messages of a rank to itself go through an in-memory communicator of one rank, by the
 // same rules of tags and order.
 //
-// Streams are either given to the constructor, and all polled in each Progress, or made on first
-// use by a StreamHub, which then reports the streams to poll. The communicator reports changes
-// (HearsChanges) only with a hub.
+// Streams are either given to the constructor, and polled in each Progress once they are in use, or
+// made on first use by a StreamHub, which then reports the streams to poll. The communicator
+// reports changes (HearsChanges) only with a hub.
 class StreamCommunicator final : public Communicator {
  public:
   struct Options {
@@ -65,7 +65,7 @@ class StreamCommunicator final : public Communicator {
  private:
   using Clock = StreamPeer::Clock;
   struct Peer {
-    std::unique_ptr<StreamPeer> stream;  // Null for this rank, or if not used yet.
+    std::unique_ptr<StreamPeer> stream;  // Null for this rank, or, with a hub, if not used yet.
     bool used = false;
     int beats_wanted = 0;  // Number of KeepUp requests.
   };

@@ -24,7 +24,8 @@ namespace tensormount {
 // keep), and the receiver keeps them until a receive is posted. Large messages, and small ones
 // without credit, are announced (kAnnounce), asked for (kReady) and sent in pieces from the
 // sender's memory straight to the receiver's, so that the receiver stores nothing unexpected and a
-// waiting message blocks none behind it. Heartbeats go between the pieces.
+// waiting message blocks none behind it. All bytes count as signs of life, so heartbeats are sent
+// only while nothing else is.
 //
 //   sender                       receiver
 //   kMessage + bytes  ---------> kept in early_ until Receive   (up to kCredit bytes of them)
@@ -32,10 +33,11 @@ namespace tensormount {
 //   kAnnounce(id, size) -------> waits for a Receive of that tag
 //                     <--------- kReady(id)
 //   kData(id) + piece ---------> straight into the receiver's memory, piece by piece
-//   kAbandon(id)      ---------> a send was cancelled: the receive fails
+//   kAbandon(id)      ---------> a send was cancelled: its receive, if posted, fails
 //
-// A stream that ends or breaks the protocol finishes all messages of this pair with the reason
-// (kUnavailable, kDataLoss); nothing is sent or received afterwards.
+// If the stream can no longer be read, or the other end breaks the protocol, all messages of this
+// pair finish with the reason (kUnavailable, kDataLoss); afterwards only messages in early_ can
+// still be received. If only writing fails, only sends finish.
 //
 // Not thread-safe: the communicator's mutex protects it.
 class StreamPeer {
@@ -45,10 +47,11 @@ class StreamPeer {
   // messages are announced.
   static constexpr std::size_t kSmall = 4096;
   // Bytes of small messages, with headers, that a receiver keeps for one sender while no receive is
-  // posted for them. Bounds the memory that a sender can fill at a rank that never receives.
+  // posted for them. With the limit of announcements (kMaxAnnounced) it bounds the memory that a
+  // sender can fill at a rank that never receives.
   static constexpr std::size_t kCredit = 256 << 10;
-  // Size of the pieces in which large messages are sent. Messages take turns, so that none delays
-  // the others and a heartbeat is at most one piece late.
+  // Size of the pieces in which large messages are sent. Messages take turns, so that one delays
+  // the others by at most a piece at a time.
   static constexpr std::size_t kPiece = 256 << 10;
 
   // One send or receive, shared with the request table of StreamCommunicator.
@@ -56,7 +59,7 @@ class StreamPeer {
     std::uint32_t tag = 0;
     std::byte* data = nullptr;
     std::size_t size = 0;
-    std::size_t moved = 0;  // Bytes handed to the stream, or received.
+    std::size_t moved = 0;  // For announced messages: bytes queued for writing, or received.
     std::uint64_t id = 0;   // Set by the sender, for announced messages.
     bool done = false;
     Status status;  // Set once done.
@@ -84,7 +87,7 @@ class StreamPeer {
 
   // Reads and writes a bounded amount without waiting. True if bytes moved.
   bool Advance();
-  // Queues a heartbeat if nothing else was sent for `interval`.
+  // Queues a heartbeat if nothing was sent for `interval` and nothing waits to be sent.
   void Beat(Clock::duration interval);
 
   void RequestOpen() { stream_->RequestOpen(); }

@@ -62,7 +62,8 @@ struct TcpAddress {
   static Result<TcpAddress> Decode(std::string_view text);
 };
 
-// The addresses that this rank publishes, chosen by TcpOptions; IPv4 first, never empty.
+// The addresses that this rank publishes, chosen by TcpOptions or GLOO_SOCKET_IFNAME; IPv4 first,
+// never empty.
 Result<std::vector<IpAddress>> ChooseAddresses(const TcpOptions& options);
 // All addresses of this machine.
 Result<std::vector<IpAddress>> OwnAddresses();

@@ -129,7 +129,7 @@ Result<std::unique_ptr<TcpGroup>> TcpGroup::Listen(const TcpOptions& given) {
       TcpSocket tcp, ListenTcp(own.candidates, options.first_port, options.last_port, &own.port));
   TcpSocket unix_socket;
   if (options.unix_sockets) {
-    // If this fails, ranks on this machine connect by TCP.
+    // If this fails, ranks on this machine connect by TCP, unless descriptors are exhausted.
     if (Result<TcpSocket> made = ListenUnix(own.UnixName()); made.ok()) {
       unix_socket = std::move(made).value();
       own.has_unix = true;

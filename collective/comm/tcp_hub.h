@@ -23,12 +23,13 @@
 
 namespace tensormount {
 
-// One rank's end of all connections of a TCP group. A new connection is a pending peer until its
-// handshake proves that it is a rank of the group; then its TcpStream takes it over.
+// One rank's end of all connections of a TCP group. An accepted connection is a pending peer until
+// its handshake proves that it is a rank of the group; then its TcpStream takes it over.
 //
-// Anybody can connect as a pending peer. Each one has a deadline and a buffer of one frame; at most
-// kMaxUnauthenticated are without a valid hello, and the oldest of these is dropped first. A rank's
-// hello usually arrives with its connection, so ranks are rarely dropped.
+// Anybody who reaches the listener can be a pending peer. Each one has a deadline for its hello and
+// buffers of fixed size; at most kMaxUnauthenticated are without a valid hello, and the oldest of
+// these is dropped first. A rank's hello usually arrives with its connection, so ranks are rarely
+// dropped.
 class TcpHub final : public StreamHub {
  public:
   static constexpr std::size_t kMaxUnauthenticated = 64;

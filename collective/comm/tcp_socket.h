@@ -54,8 +54,8 @@ class EpollSet {
   TcpSocket epoll_;
 };
 
-// Listens on one of the ports, at all of `addresses`. Fails with the system's error, which names
-// address and port.
+// Listens on one of the ports, at all of `addresses` (if there are several, at all addresses of the
+// machine). Fails with the system's error, which names address and port.
 Result<TcpSocket> ListenTcp(const std::vector<IpAddress>& addresses, std::uint16_t first_port,
                             std::uint16_t last_port, std::uint16_t* port);
 Result<TcpSocket> ListenUnix(const std::string& name);

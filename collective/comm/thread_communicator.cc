@@ -2,7 +2,7 @@
 // RunOnThreads and MakeThreadGroup of tensormount/communicator.h.
 //
 // Ranks as threads of one process. Each rank has a mailbox; the side that arrives second copies the
-// bytes once, from the sender's memory to the receiver's.
+// bytes, from the sender's memory (or the mailbox's copy of a small message) to the receiver's.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compares the common values of all ranks by fingerprint. Only if the fingerprints differ, one rank
-// for each fingerprint sends its values, and each mismatch is reported with both values.
+// for each fingerprint sends its values, and the first mismatch of each name is reported with both
+// values.
 #include "collective/layout/common_exchange.h"
 
 #include <algorithm>
@@ -22,7 +23,7 @@ namespace {
 // Maximum length of a name: a key and the prefix of a reserved record.
 constexpr std::size_t kMaxName = kMaxKeyBytes + 64;
 
-// A glob that exempts every value from the comparison, so that only names are compared.
+// A glob that exempts every value except layer names from the comparison.
 const std::vector<std::string>& Everything() {
   static const std::vector<std::string> everything = {"*"};
   return everything;

@@ -53,7 +53,7 @@ struct CommonUnion {
   RankCommon all;  // The field `rank` is unused.
   // Sorted by key. Unless `check` is kError, only differing layer names are findings.
   std::vector<Finding> findings;
-  std::vector<std::string> warnings;  // Differing values, unless `check` is kError.
+  std::vector<std::string> warnings;  // With kWarn: other differing values.
 };
 CommonUnion MergeCommon(std::span<const RankCommon> ranks, const CommonRules& rules);
 

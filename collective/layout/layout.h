@@ -66,16 +66,17 @@ class LayoutTable {
 // Rules for CheckLayout.
 struct LayoutRules {
   int world = 0;            // Number of ranks, including those that hold nothing.
-  std::size_t limit = 100;  // Maximum number of findings to list; all are counted.
+  std::size_t limit = 100;  // Maximum number of findings to list.
   // By key of a stacked tensor: the pattern of its layers' names (StateDict::NameLayers).
   const std::map<std::string, std::string>* layer_names = nullptr;
   // Whether contents of an object may differ between ranks. If they differ, the lowest rank's are
   // kept, and the report has a warning.
   bool keep_lowest = false;
 };
-// Finds errors in the combined layout. Pure: the same on every machine. Checks that dtypes and
-// shapes of a key agree, its shards cover every cell exactly once except for replicas, labels of
-// replicas name one main holder, grids of objects are complete, and no layer's name is another key.
+// Finds errors in the combined layout. Pure: the same on every machine. Checks that no key is both
+// a tensor and an object, dtypes and shapes of a key agree, its shards cover every cell exactly
+// once except for replicas, labels of replicas name one main holder, objects have equal contents on
+// all ranks and grids that agree and are complete, and no layer's name is another key.
 // To add a check, add a function in layout_judge.cc and a FindingKind in validate.h
 // (docs/architecture.md, "A check of a layout").
 LayoutReport CheckLayout(const LayoutTable& table, const LayoutRules& rules);
@@ -106,7 +107,7 @@ struct Holding {
 // {[0:2, 0:8], 64 bytes, holders 0 and 2} and {[2:4, 0:8], 64 bytes, holders 1 and 3}.
 struct LayoutTensor {
   TensorMeta meta;
-  std::vector<Holding> holdings;  // Sorted by first element; they cover every cell exactly once.
+  std::vector<Holding> holdings;  // Sorted by CompareRegions; they cover every cell exactly once.
   // Lowest rank that has the key; this rank records a tensor without cells.
   int first_rank = 0;
 };
@@ -130,7 +131,8 @@ struct GlobalLayout {
 };
 
 // Makes the layout from which saves are planned. `table` should pass CheckLayout. If the caller
-// skipped the check, cells may be missing or stored twice, which rank 0 detects when it publishes.
+// skipped the check, some errors fail with kInvalidArgument here; cells may still be missing or
+// stored twice, which rank 0 detects when it publishes.
 Result<GlobalLayout> MakeLayout(const LayoutTable& table, int world, bool keep_lowest = false);
 
 // A list of ranks as text: "rank 3", "ranks 0, 1, 2", "ranks 8-15". Lists at most 16 ranks or runs

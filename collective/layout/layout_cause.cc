@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds a likely cause for holes and overlaps: a rank that holds another rank's region, exchanged
-// axes, a forgotten stride, a size off by one. Each guess is checked against the layout before it
-// is reported; if none fits, the message names the regions beside the hole.
+// axes, ranks without a shard, a size off by one. Each guess is checked against the layout before
+// it is reported; if none fits, a hole has no cause, and that of an overlap names its regions.
 #include "collective/layout/layout_cause.h"
 
 #include <algorithm>
@@ -344,7 +344,6 @@ std::string LayoutCauses::CauseOfOverlap(const Box& box,
   return DescribeOverlap(regions);
 }
 
-// Describes an overlap for which no better cause was found: the regions and how they relate.
 std::string LayoutCauses::DescribeOverlap(const std::vector<std::uint32_t>& regions) const {
   constexpr std::size_t kNamed = 4;
   if (regions.size() < 2) return {};

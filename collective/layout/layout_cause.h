@@ -29,9 +29,9 @@ class LayoutCauses {
   std::string CauseOfOverlap(const Box& box, const std::vector<std::uint32_t>& regions) const;
 
  private:
-  // The functions from FindTransposed to FindAllShort each look for one pattern that explains all
-  // holes and overlaps at once, and return an empty string if it does not fit. The constructor
-  // tries them in this order; the first that fits is reported for every hole and overlap.
+  // The Find functions each look for one pattern that may explain all holes and overlaps, and
+  // return an empty string if it does not fit. The constructor tries them in this order; the first
+  // that fits is reported for every hole and overlap.
   // FindTransposed: ranks exchanged the coordinates of their position in a grid, (j, i) instead of
   // (i, j).
   std::string FindTransposed() const;

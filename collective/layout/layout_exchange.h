@@ -61,13 +61,13 @@ struct JobLayout {
 // Collective, with the same verdict on every rank:
 //   1. 64 bytes from each rank: fingerprints of its layout, of the call, of its common values, and
 //      of the kept plan. Rank 0 answers "unchanged", or which ranks have equal layouts.
-//   2. Only if they differ: the texts of options, common values, statuses.
+//   2. Only if a rank failed, or options or common values differ: their texts.
 //   3. One rank of each set of equal layouts sends its layout, cut by owner, to the owners.
 //   4. Owners check; rank 0 merges the reports and sends the result to all.
 // Owners are the ranks that check keys; their number follows from the number of boxes
 // (ForceOwners). Fails if a rank cannot take part ("rank 2: ..."), options differ
-// (kInvalidArgument), or a Collective call fails. A layout with findings is *not* a failure: the
-// caller checks report.ok().
+// (kInvalidArgument), a Collective call fails, or a layout that is not validated cannot be planned.
+// A layout with findings is *not* a failure: the caller checks report.ok().
 Result<JobLayout> ExchangeLayouts(Collective& collective, const StateDict& state,
                                   const CallDescription& call);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // CheckLayout of layout.h: pure checks of the keys that one rank checks. Dtypes and shapes agree,
 // shards cover each tensor exactly once except for replicas, object grids are complete. Add new
-// checks here: the command `check` and every save run this code.
+// checks here: the command `check` and saves that validate a new layout run this code.
 #include <algorithm>
 #include <optional>
 #include <utility>

@@ -63,7 +63,7 @@ struct RoundAnswer {
   // Ranks 0 to owners - 1 check the keys that OwnerOf assigns to them.
   std::uint32_t owners = 1;
   std::uint64_t boxes = 0;            // Number of boxes of all ranks.
-  std::uint64_t layouts = 0;          // Number of different layouts.
+  std::uint64_t layouts = 0;          // Number of different layouts of tensors.
   std::vector<std::uint32_t> common;  // Ranks that send common values; empty: all values are equal.
   RankClasses tensors;                // Ranks with equal tensors; empty: no tensors are exchanged.
   RankClasses objects;                // Ranks with equal objects; empty: no objects are exchanged.

@@ -77,7 +77,8 @@ struct LayoutTable::Rep {
 
 // Compares lexicographically. Returns -1, 0 or 1.
 int CompareDims(const Dims& a, const Dims& b);
-// Orders regions, by first element if they do not overlap. Returns -1, 0 (equal) or 1.
+// Orders regions by the beginning of their box, then by the first element of a flat range in it.
+// Returns -1, 0 (equal) or 1.
 int CompareRegions(const Region& a, const Region& b);
 // The name of a rank in messages: "rank 3".
 std::string RankName(int rank);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parses a job described in JSON (docs/spec.md): meshes, patterns of keys, which tensor axis is cut
-// over which mesh axis. Unknown fields are errors, and every error names the entry ("tensors[3]").
+// over which mesh axis. Unknown fields other than "comment" are errors, and an error in a list
+// names the entry ("tensors[3]").
 #include "collective/layout/spec.h"
 
 #include <algorithm>

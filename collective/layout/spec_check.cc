@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// CheckSpec of tensormount/validate.h: the checks of a save for a described job that does not run.
-// Ranks with equal shards are found from the description, so that the cost of a job of 4,096 ranks
-// depends only on its distinct layouts, and tensors are checked in batches of bounded memory.
+// CheckSpec of tensormount/validate.h: the layout checks of a save for a described job that does
+// not run. Ranks with equal shards are found from the description, so that the cost of a job of
+// 4,096 ranks depends mostly on its distinct layouts, and tensors are checked in batches of bounded
+// memory.
 // spec.cc parses the description.
 #include <algorithm>
 #include <map>
@@ -20,7 +21,8 @@
 namespace tensormount {
 namespace {
 
-// Limit of shards in memory at a time, as encoded layouts and in the table.
+// About the most shards of a batch of tensors, as encoded layouts and in the table. Dumped layouts
+// and objects are not checked in batches.
 constexpr std::uint64_t kBatchBoxes = std::uint64_t{2} << 20;
 
 // Classes of ranks that hold the same shards. All ranks begin in one class; every part of the spec

@@ -51,8 +51,9 @@ struct ProofPlan {
 };
 
 // Plans the proof of one tensor, with the same result on every rank. The proof is not possible if
-// the tensor has no digest, requests overlap in part, a request converts elements, or more than a
-// quarter of the tensor is requested by no rank.
+// the tensor has no digest, requests overlap in part, a request converts elements, or the cells
+// that no rank requests are more than a quarter of the tensor, in too many boxes, or not whole
+// bytes.
 ProofPlan PlanProof(const TensorEntry& entry, std::span<const RequestedRegion> wants, int ranks);
 
 // The contribution of a buffer's bytes to the tensor's digest. `placed`: the disjoint boxes of
@@ -60,7 +61,8 @@ ProofPlan PlanProof(const TensorEntry& entry, std::span<const RequestedRegion> w
 Crc64 DigestOfBuffer(const TensorMeta& meta, std::span<const PlacedBox> placed,
                      const std::byte* base);
 
-// The contribution of boxes that no rank has, read from storage in blocks of bounded size.
+// The contribution of boxes that no rank has, read from storage in blocks of bounded size (whole
+// boxes if elements are smaller than a byte).
 Result<Crc64> DigestFromStorage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
                                 std::span<const Box> boxes, ReadStats* stats);
 

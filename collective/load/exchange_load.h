@@ -28,15 +28,15 @@ namespace tensormount {
 // every rank computes the same order of units. Memory: 8 MiB and one unit, however large the
 // checkpoint is.
 //
-// If all ranks want their parts in device memory and the devices can be connected, bytes go between
-// devices instead (device_exchange.h).
+// If all ranks want their parts in device memory and the devices can be connected, tensors that
+// need no check on the way go between devices instead (device_exchange.h).
 
 // How a load exchanges. Referenced objects must outlive the call.
 struct ExchangeRules {
   LoadVerify verify = LoadVerify::kAuto;
   ExchangeVia via = ExchangeVia::kAuto;
   // This rank's device. Set if on every rank all tensors are on one device; if not set, the
-  // exchange goes through the host.
+  // exchange goes through the host, or fails with ExchangeVia::kDevices.
   std::optional<Device> device;
   // With kAuto: smaller exchanges go through the host.
   std::uint64_t min_device_exchange_bytes = 0;
@@ -49,11 +49,12 @@ struct ExchangeRules {
 
 // Loads the tensors marked `exchange`, in groups of ranks: one of the ranks that want a block of
 // rows of a chunk reads it, cuts it up and sends the other ranks their parts. So short runs on disk
-// are never read alone, data that several ranks want are read once, and data that only the reader
-// wants are not sent. A thread reads while blocks are in flight; there are no rounds, and the bytes
-// in flight are bounded. Adds to the stats of the targets (bytes_wanted, bytes_by_leaf) and to the
-// report (bytes read and received, messages, peak memory). The reading threads call `progress` with
-// the bytes of each block. Collective, with the same verdict on every rank.
+// are never read alone, data that several ranks of a group want are usually read once, and data
+// that only the reader wants are not sent. A thread reads while blocks are in flight; there are no
+// rounds within a batch, and the bytes in flight are bounded. Adds to the stats of the targets
+// (bytes_wanted, bytes_by_leaf) and to the report (bytes read and received, messages, peak memory).
+// The reading threads call `progress` with the bytes read for each unit. Collective, with the same
+// verdict on every rank.
 Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
                       const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
                       const ExchangeRules& rules, LoadReport& report,

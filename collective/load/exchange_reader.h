@@ -21,9 +21,9 @@
 //   in place   vectored reads put the bytes straight into this rank's buffers and, for blocks of
 //              other ranks or for a device, into memory of the unit. Used if nothing must be hashed
 //              on the way (no verification, or by digest) and runs are long enough.
-//   cut up     the whole unit is read into memory, verified by leaf hashes if no digest verifies
-//              it, and copied from there. A block that is one run of the unit is sent without a
-//              copy.
+//   cut up     the whole unit is read into memory, verified by leaf hashes unless a digest verifies
+//              it or verification is off, and copied from there. A block that is one run of the
+//              unit is sent without a copy.
 
 namespace tensormount {
 

@@ -57,7 +57,7 @@ class ExchangeUnits {
   // Makes the units of the next batch, a few GiB of chunks. Returns false if no chunk was left. All
   // groups of ranks have the same number of batches, even if a batch has no unit for a group. Each
   // cell that this rank wants must be in exactly one chunk: a hole fails with kDataLoss before any
-  // byte is moved.
+  // byte of the batch is moved.
   Result<bool> Next();
 
   const std::vector<ExchangeUnit>& units() const { return units_; }

@@ -190,8 +190,8 @@ class LoadJob {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
       part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
       TENSORMOUNT_RETURN_IF_ERROR(part.status());
-      // A background load exchanges through host memory. This rank reports that it is not on a
-      // device, and then no rank exchanges between devices.
+      // A background load exchanges through host memory, unless the caller requires devices. This
+      // rank reports that it is not on a device, and then no rank exchanges between devices.
       if (control_.background && options_.exchange_via == ExchangeVia::kAuto) {
         part.value().on_device = false;
       }

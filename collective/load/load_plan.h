@@ -39,8 +39,9 @@ struct LoadPlan {
   std::vector<int> groups;             // By rank: its LoadOptions::exchange_group.
 };
 
-// The reasons for a rank to need the requests of the others. If no rank has such a reason, no
-// requests are sent, as in a load of whole shards on 4,096 ranks.
+// The reasons for a rank to need the requests of the others. If no rank has such a reason, and the
+// caller does not require an exchange, no requests are sent, as in a load of whole shards on 4,096
+// ranks.
 struct LoadNeeds {
   bool proof = false;  // Some bytes can be verified cheaply only by digest.
   // Some wanted runs in files are so short that ranks on several machines should exchange them.

@@ -84,7 +84,7 @@ Hash128 InputHash(const Hash128& request, const Hash128& call, std::uint64_t mac
 // Rank 0's answer to the cards.
 struct Opening {
   Agreement agreed;
-  bool whole = false;  // Whether every rank needs the requests of all ranks.
+  bool whole = false;  // Whether every rank gets the requests of all ranks.
   bool several_machines = false;
   bool on_devices = false;  // Whether every rank's tensors are on one device.
   int ranks_here = 1;       // The most ranks on any one machine.

@@ -20,8 +20,8 @@ namespace tensormount {
 // check fails, a second exchange follows: the ranks that have a part of that tensor locate the
 // damage (FindDamage). CRCs are computed from the destination, in host memory after everything
 // else, so that bytes changed by memory, a copy or a kernel are found as well as those of a disk.
-// For device data that a rank read for itself, they were computed when each part arrived
-// (LoadTarget::arrived).
+// For device data that a rank read for itself without other checks, they were computed when each
+// part arrived (LoadTarget::arrived).
 //
 // Returns one bit for each tensor of the plan: set if this rank has bytes of it that no leaf hash
 // verified, or will get bytes by exchange. Empty if no tensor can be verified by digest.
@@ -31,9 +31,9 @@ Result<std::string> UnprovedByAny(std::span<const std::string> bits);
 
 // Verifies by digest, over the bytes now in the ranks' buffers, every tensor of `unproved`
 // (UnprovedByAny). Devices hash their own memory. Collective, with the same verdict on every rank:
-// kDataLoss names tensor, box and file. Returns by position in the plan which tensors were
-// verified; empty if none had to be. `read` is called with the bytes read from storage to complete
-// a proof.
+// kDataLoss names the tensor and, if the damage is located, the box, and the file if storage is
+// damaged. Returns by position in the plan which tensors were verified; empty if none had to be.
+// `read` is called with the bytes read from storage to complete a proof.
 Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
                                         const LoadPlan& plan, std::span<const LoadTarget> targets,
                                         const DeviceLimits& devices, const std::string& unproved,

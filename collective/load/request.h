@@ -22,7 +22,7 @@ namespace tensormount {
 // all.
 //
 //   "TMLOADR" NUL, u32 version
-//   tensors   u32 count; each: u8 dtype, u8 rank, i64 shape[rank], string key
+//   tensors   u32 count; each: string key, u8 dtype, dims shape
 //   shards    u32 count; each: u32 tensor, u32 item, u8 1 if flat, i64 begin[rank],
 //             i64 extent[rank], and if flat i64 first, i64 count
 //   objects   u32 count; each: string key, dims index, dims grid

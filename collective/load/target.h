@@ -66,8 +66,8 @@ Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target, const 
                   ReadStats& stats);
 
 // Fails with kDataLoss if the bytes on devices differ from the bytes given to their writer, which
-// must have finished. Checks the targets whose `exchange` equals `exchanged`, except converted ones
-// and those that a digest proves later.
+// must have finished. Checks the targets whose `exchange` equals `exchanged`, except converted
+// ones, those that a digest proves later, and those read without verification.
 Status CheckArrived(std::span<const LoadTarget> targets, bool exchanged, const DeviceLimits& rules);
 
 inline constexpr std::uint64_t kConvertBlockBytes = 4u << 20;

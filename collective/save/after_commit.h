@@ -8,8 +8,8 @@
 #include "base/file_system.h"
 #include "index/store/store.h"
 
-// Rank 0's work on other checkpoints of the store during a save. A failure of this work does not
-// fail the save, and goes into its report.
+// Rank 0's work on marks and other checkpoints of the store during a save. A failure of this work
+// does not fail the save, and goes into its report.
 
 namespace tensormount {
 

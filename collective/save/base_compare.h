@@ -34,16 +34,18 @@ struct BaseMatches {
   // Unchanged bytes, by proof: hashes of leaves, or comparison with the stored bytes.
   std::uint64_t bytes_by_leaf = 0;
   std::uint64_t bytes_by_comparison = 0;
-  // The first failure that kept a part of the base, damaged or unreadable, from being compared.
+  // The first reason why a part of the base was not compared: damaged, unreadable, or past the
+  // deadline.
   Status base_problem;
 };
 
 // Compares everything that `task` would write with the data of `base` under the same keys, before
 // any of it is written. If a chunk of the base has the same region as one that this rank would
 // write, or a run of whole leaves in common with it, leaf hashes decide: 16 bytes are read for each
-// 64 KiB. All else is compared with the stored bytes, which are themselves verified by their
-// hashes. An equal digest alone is never enough. The comparison of a tensor ends at its first
-// difference, so changed tensors cost little.
+// 64 KiB. Other bytes of tensors are compared with the stored bytes, which are themselves verified
+// by their hashes; objects are compared by length and hash. An equal digest alone is never enough.
+// The comparison of a tensor in host memory ends at its first difference, so changed tensors cost
+// little.
 //
 // A tensor that this save would store in another form also counts as differing: one that should
 // have a file of its own and is in pieces in the base, one that is not where `rule` puts it, one
@@ -56,7 +58,8 @@ struct BaseMatches {
 // Tensors not compared when `deadline` passes count as differing. The deadline is checked between
 // blocks; a read that hangs is waited for.
 //
-// Fails if this rank cannot read its own bytes: kCancelled, or the failure of a device or reader.
+// Fails if this rank cannot read its own bytes (kCancelled, or the failure of a device or reader)
+// or the index of the base.
 Result<BaseMatches> CompareWithBase(FileSystem& fs, const OpenedCheckpoint& base,
                                     const StateDict& state, const RankTask& task,
                                     PlacementRule rule, bool page_hashes, const BlockRules& rules,

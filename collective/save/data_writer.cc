@@ -300,8 +300,8 @@ class DataWriter {
     return Status();
   }
 
-  // The entry of a chunk in the header of a rank shard. Parts are named KEY#n; a dtype that the
-  // format lacks is stored as bytes, and the metadata give the real dtype.
+  // The entry of a chunk in the header of a safetensors file. In a rank shard, parts are named
+  // KEY#n; a dtype that the format lacks is stored as bytes, and the metadata give the real dtype.
   SafetensorsEntry Entry(const RankTask::Chunk& chunk,
                          std::map<std::string, std::string>& metadata) {
     const TensorMeta& meta = task_.tensors[chunk.tensor].meta;

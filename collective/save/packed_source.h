@@ -32,7 +32,7 @@ using ShardReader =
 // each with its own scratch. To take bytes in order, use BlockReader.
 class PackedSource {
  public:
-  // kInvalidArgument if buffer, shape and region disagree; also errors of CheckMemory.
+  // kInvalidArgument if buffer, shape and region disagree; or errors of CheckMemory and OpenDevice.
   static Result<PackedSource> Make(const Shard& shard);
   // Like Make(shard), but a shard without memory is read by `read` (if not null), as item `item`.
   static Result<PackedSource> Make(const Shard& shard, std::uint32_t item, const ShardReader& read);

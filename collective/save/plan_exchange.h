@@ -20,7 +20,7 @@
 
 namespace tensormount {
 
-// Makes each rank's task from a layout without findings, in at most two exchanges:
+// Makes each rank's task from a layout without findings, in two exchanges:
 //
 //   owner: Survey  --->  rank 0: Decide  --->  owner: Plan  ---- tasks ---->  rank: DecodeTasks
 //

@@ -19,10 +19,10 @@
 
 namespace tensormount {
 
-// The work of one rank in a save: its part of the plan. Depends on the layout alone, so it serves
-// every save of the same layout. Items are positions in the rank's state dict. Each owner (a rank
-// that plans keys) sends the part with its keys (EncodeTasks); the rank joins the parts
-// (DecodeTasks).
+// The work of one rank in a save: its part of the plan. Depends only on the layout and the options
+// of TaskFingerprint, so it serves every save with the same ones. Items are positions in the rank's
+// state dict. Each owner (a rank that plans keys) sends the part with its keys (EncodeTasks); the
+// rank joins the parts (DecodeTasks).
 //
 // Example: rank 1 of two alone holds rows [2:4] of "w" ([4, 8] of f32), and a replica of "b", which
 // rank 0 writes: tensors {w}, chunks {w#1: item 0, begin 0, 64 bytes, region [2:4, 0:8]}, replicas

@@ -41,9 +41,9 @@ struct ReplicaBlock {
   }
 };
 
-// The blocks of a shard of `bytes` bytes with `holders` holders (at least two). kRotating cuts the
-// shard into `holders` shares; share i is hashed by holder i and one other, which changes with
-// `generation`: after holders - 1 consecutive saves every replica was compared whole.
+// The blocks of a shard of `bytes` bytes with `holders` holders (at least two). kRotating and kWarn
+// cut the shard into `holders` shares; share i is hashed by holder i and one other, which changes
+// with `generation`: after holders - 1 consecutive generations every replica was compared whole.
 std::vector<ReplicaBlock> PlanReplicaBlocks(std::uint64_t bytes, std::uint32_t holders,
                                             ReplicaCheck check, std::uint64_t generation);
 

@@ -62,7 +62,7 @@ struct ReuseResult {
   // manifests (LinkedManifestName).
   std::uint64_t consecutive_linked = 0;
   // The following fields are set at rank 0 only.
-  CommonValues inherited;  // Common records of the base that the state does not set.
+  CommonValues inherited;  // Common records of the base that no rank sets.
   std::string root;        // Root of the foreign files of an adopted base.
 };
 

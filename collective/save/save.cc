@@ -111,9 +111,10 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
   return call;
 }
 
-// One save on one rank. Every rank makes the collective calls in the same order. Rank 0's decisions
-// travel as data, so a failed call always means that ranks could not be reached; once there may be
-// a staging directory, the rank then asks the store (Settle).
+// One save on one rank. Every rank makes the collective calls in the same order. From "begin" on,
+// except in "reuse", rank 0's decisions travel as data, so a failed call means that ranks could not
+// be reached. Once there may be a staging directory, a rank whose call failed asks the store
+// (Settle).
 //
 //   phase     exchanges, in order                             what exists after it
 //   validate  those of ExchangeLayouts                        nothing on disk
@@ -681,7 +682,7 @@ class SaveSession {
     return failure;
   }
 
-  // Called when ranks could not be reached: the store decides whether the save is committed.
+  // Called when a collective call failed: the store decides whether the save is committed.
   Result<SaveReport> Settle(const Status& failure) {
     Result<Verdict> verdict = QueryOutcome();
     if (!verdict.ok()) return UnknownOutcome(failure, verdict.status());
@@ -709,7 +710,7 @@ class SaveSession {
                       why.message() + "; run `tensormount fsck " + staging_.store + "`");
   }
 
-  // Called when all ranks know that the save failed.
+  // Called on rank 0 when all ranks know that the save failed.
   void Discard() {
     if (Result<Verdict> verdict = QueryOutcome(); !verdict.ok()) {
       Log(LogLevel::kWarning, "save " + path_ + ": " + staging_.directory +
@@ -737,8 +738,8 @@ class SaveSession {
                     staging_.uuid.ToString() + std::string(store_paths::kAbortedSuffix));
   }
 
-  // Runs on rank 0, once, before the staging is published or aborted. Both calls can occur in one
-  // save, because Abort follows a failed publish.
+  // Acts only on rank 0, and once, before the staging is published or aborted. Both calls can occur
+  // in one save, because Abort follows a failed publish.
   void Ending() {
     if (rank_ != 0 || ending_) return;
     ending_ = true;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan of one owner (a rank that checks keys) for its keys: which holder writes which part of
-// each region, and into which kind of file (a file of the tensor, or the rank's shard). Tensor
-// files cost a file each and can be read without a daemon; rank shards store cuts of any shape at
-// no extra cost. Rank 0 decides the number of tensor files, which depends on all keys, from the
-// owners' surveys.
+// each region, and into which kind of file (a file of the tensor, the rank's shard or its pack).
+// Tensor files cost a file each and can be read without a daemon; rank shards store cuts of any
+// shape at no extra cost. Rank 0 decides the number of tensor files, which depends on all keys,
+// from the owners' surveys.
 #include "collective/save/save_plan.h"
 
 #include <algorithm>
@@ -324,7 +324,7 @@ struct SavePlanner::Rep {
   }
 
   // Distributes the bytes of a holding so that loads even out: the holders with the lowest load
-  // take most, and none takes less than kMinPartBytes.
+  // take most, and no part is much smaller than kMinPartBytes.
   Status SplitReplicas(std::uint32_t t, std::uint32_t h) {
     const Holding& holding = layout_.tensors[t].holdings[h];
     std::vector<Holder> by_load = ByLoad(holding.holders, meta(t).key());

@@ -33,9 +33,10 @@ inline constexpr std::uint64_t kTensorFileBytes = 4 * 1024 * 1024;
 inline constexpr std::uint64_t kLongRunBytes = 1024 * 1024;
 // Under kAuto, tensors smaller than this share the writer's pack.
 inline constexpr std::uint64_t kPackBytes = 64 * 1024;
-// Replicas are not split into parts smaller than this.
+// Replicas are not split into parts much smaller than this.
 inline constexpr std::uint64_t kMinPartBytes = 256 * 1024;
-// Parts of one tensor file begin at multiples of this size where the size of elements allows it.
+// Replicas are cut at multiples of this size, unless they are cut at whole rows: in a tensor file
+// at multiples of the file's bytes if the shard is one run there, else of the shard's bytes.
 inline constexpr std::uint64_t kPageBytes = 4096;
 // Under kAuto at most this many tensors, the largest ones, have files of their own.
 inline constexpr std::uint32_t kMaxTensorFiles = 4096;

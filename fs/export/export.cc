@@ -190,7 +190,7 @@ class ExportJob {
     // All ranks have the same plan, so all return here and none waits for an exchange.
     if (!any) return {};
     ByteWriter mine;
-    // If this throws, the rank sends the files shared so far; the other files are written.
+    // If this throws, only the files listed so far count as shared; the other files are written.
     (void)Guarded([&] {
       for (const ExportWriter::SharedExportFile& file : writer.ShareFiles()) {
         mine.U32(file.file);

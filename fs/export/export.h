@@ -37,17 +37,20 @@ struct ExportReport {
 
 // Exports a checkpoint to real files. All ranks call it together (it is collective). The files have
 // the bytes that a mount shows (safetensors, hf, npy, zarr), or are read by torch (dcp, torch).
-// Every byte is read once and checked against its leaf hash, if it has one. `destination` appears
-// complete and durable in one step, or not at all. A failed export removes what it wrote, unless
-// other ranks may still be writing; in that case the message names what is left.
+// Every stored byte is checked against its leaf hash, if it has one. `destination` appears complete
+// and durable in one step, or not at all. A failed export removes what it wrote, unless other ranks
+// may still be writing; in that case the message names what is left.
 //
 // `before`: an error that this rank found beforehand; `source` may then be null. Every rank must
-// have opened the same checkpoint. Verdict and report are the same on every rank.
+// have opened the same checkpoint. The verdict is the same on every rank, and so is the report,
+// except seconds and warnings.
 //   kUnsupported        the format cannot hold some tensor; nothing was written
 //   kAlreadyExists      `destination` exists, and options.replace is not set
-//   kInvalidArgument    `destination` is not an export of this format, or keys or rules do not fit
+//   kInvalidArgument    `destination` is not an export of this format, or the ranks' arguments,
+//                       sources or rules differ
 //   kResourceExhausted  too few bytes are free (also checked before anything is written)
 //   kDataLoss           data are damaged or not stored; the message names them
+//   kUnknown            the export is in place, but may not survive a power failure
 // Ranks may be threads of one process, each with its own communicator and one call at a time. They
 // may share `source`, which is only read.
 // Memory: each rank makes the whole plan, about 100 bytes and the name for each file, independent

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans an export that copies a view of the mount: walks its directories and lists its files.
+// Plans an export. For a copy of a view of the mount: walks its directories and lists its files.
 #include "fs/export/export_plan.h"
 
 #include <array>

@@ -24,8 +24,9 @@
 
 // The plan of an export: a list of files. Each is a file of a view, or for dcp and torch a virtual
 // file that is built from segments like those of views.
-// The plan follows from the index and the options alone. So every rank computes it, which costs
-// less than sending it, and ranks compare Identity() to prove that their plans agree.
+// The plan follows from the index, the options and the number of ranks alone. So every rank
+// computes it, which costs less than sending it, and ranks compare Identity() to prove that their
+// plans agree.
 
 namespace tensormount::fs {
 
@@ -68,7 +69,7 @@ struct ExportFile {
   // The file, if it was built from segments; null if the view opens it.
   std::shared_ptr<const VirtualFile> made;
   std::vector<CrcHole> holes;  // Sorted by offset.
-  bool backed = false;         // A stored file has exactly the same bytes.
+  bool backed = false;         // A stored file has the same bytes (found for safetensors and hf).
 };
 
 // All files and directories that an export will write. Every rank makes the plan, and ranks compare
@@ -94,11 +95,12 @@ struct ExportPlan {
 };
 
 // Makes the plan, which is the same on every rank for the same checkpoint and options.
-// kUnsupported: the format does not support the dtypes of some tensors, which the message names.
+// kUnsupported: the format does not support the dtypes of some tensors, or has a limit or a
+// conflict of names that does not allow this export; the message names it.
 // kResourceExhausted: the tensors alone exceed `room`, or the view has more files than a plan may
 // list (a tiny checkpoint can declare a huge shape).
-// `options`: the options with which `view` was made. `dcp_files`: number of DCP data files, one for
-// each rank. `room`: number of free bytes at the destination.
+// `options`: the options with which `view` was made. `dcp_files`: number of DCP data files at most,
+// one for each rank. `room`: number of free bytes at the destination.
 Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOptions& options,
                                   int dcp_files, std::uint64_t room);
 

@@ -21,8 +21,8 @@
 namespace tensormount::fs {
 
 // Writes one rank's share of the files of an export. Shares have about the same size, and are cut
-// so that no two ranks write to one page. Takes the memory of one block. Every byte is read with
-// the verification of the view.
+// so that no two ranks write to one page at a time. Takes the memory of one block. Every byte is
+// read with the verification of the view.
 //
 // The share of rank r follows from the plan, r and the number of ranks, without communication: all
 // files are laid out on one axis (the cost axis), and rank r gets the r-th part. A file counts as
@@ -54,7 +54,7 @@ class ExportWriter {
   };
   // Shares with the source the files that begin in this rank's share and have exactly the bytes of
   // a stored file: by a reflink if the filesystem supports it, else by a hard link if the stored
-  // file is sealed (through a hard link to a writable file, the export would change with it).
+  // file is sealed and this user cannot write to it (a write to the export would change the store).
   // Never fails: Write writes the files that could not be shared.
   std::vector<SharedExportFile> ShareFiles();
   // `shared`: the files that all ranks shared. Write reads them, so that damage is found, but does

@@ -23,11 +23,11 @@ namespace {
 // no input can exhaust the stack.
 constexpr std::size_t kMaxDepth = 64;
 
-// One value of the state dict: a tensor or a common value.
+// One value of the state dict: a tensor or a plain value (a common value or an object).
 struct StateValue {
   std::string key;     // Shown key.
   std::string stored;  // Key in the checkpoint.
-  // The common value; null for a tensor, which the fields below describe.
+  // The plain value; null for a tensor, which the fields below describe.
   const CommonValue* value = nullptr;
   bool encoded = false;  // The value is in the encoding of the Python package.
   bool ordered = false;  // An empty OrderedDict.
@@ -161,7 +161,8 @@ struct ObjectValue {
   std::string stored;  // Key in the checkpoint.
   CommonValue value;
 };
-// Largest number, and largest total size, of objects that are tried as plain values.
+// Largest number of plain values from objects, and largest total size of the objects that are
+// tried.
 constexpr std::size_t kMostObjectValues = 4096;
 constexpr std::uint64_t kMostObjectBytes = std::uint64_t{64} << 20;
 

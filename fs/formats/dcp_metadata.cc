@@ -16,8 +16,8 @@ namespace {
 constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata";
 
 // Writes a new object of a dataclass as Python's pickler does: NEWOBJ without arguments. The caller
-// sets its fields with Build, from a dict or, for TensorProperties, from the tuple that its
-// __getstate__ returns.
+// sets its fields, if it has any, with Build, from a dict or, for TensorProperties, from the tuple
+// that its __getstate__ returns.
 void NewDataclass(PickleWriter& pickle, std::string_view module, std::string_view name) {
   pickle.Global(module, name);
   pickle.EmptyTuple();

@@ -59,8 +59,7 @@ class FileSegments {
   // The Add functions append a segment; a segment of 0 bytes is not added.
   void AddLiteral(std::string text);
   void AddLiteral(std::shared_ptr<const std::string> text);
-  // Call it at most once for a file; views that need more text put literals around the generated
-  // text.
+  // Call it at most once for a file; more text can be added as literals around the generated text.
   void AddText(std::shared_ptr<const GeneratedText> text);
   // Appends `length` of the tensor's row-major bytes, from byte `skip` on.
   void AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length);
@@ -71,7 +70,8 @@ class FileSegments {
   void AddObject(std::uint32_t part, std::uint64_t length);
   // Used instead of the Add functions for very many segments that several files share; `head` is
   // literal number 0. The segments must be adjacent, from offset 0.
-  // reads_data() is always true for the result, because the files of all callers have stored bytes.
+  // reads_data() is always true for the result, because nearly all files of the callers have stored
+  // bytes.
   static FileSegments FromSharedSegments(std::shared_ptr<const std::vector<Segment>> segments,
                                          std::shared_ptr<const std::string> head);
 
@@ -89,7 +89,7 @@ class FileSegments {
   const std::optional<TensorEntry>& tensor() const { return tensor_; }
   bool is_shared() const { return shared_ != nullptr; }  // Whether FromSharedSegments made it.
   // Whether reads access data files, and so may block as long as storage does. False for files of
-  // literals and generated text, which is rendered from the index.
+  // literals and generated text, which is rendered from the index, if the Add functions made them.
   // The mount uses this to decide whether a read is queued for another thread, whether a large file
   // may bypass the page cache, and whether it searches for a stored file with the same bytes.
   bool reads_data() const { return reads_data_; }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Text that is rendered when it is read; only the block that was read last is kept.
 // Make renders all blocks once to measure them. Read finds the block of an offset and renders it
-// again. If the renderer then gives another length, Read fails, because bytes would be at wrong
-// offsets.
+// again, unless it is the kept one. If the renderer then gives another length, Read fails, because
+// bytes would be at wrong offsets.
 #include "fs/formats/generated_text.h"
 
 #include <algorithm>

@@ -19,8 +19,8 @@ namespace tensormount::fs {
 //
 // stat(2) must tell the size before anything is read, so Make renders the text once, only to
 // measure it: checkpoint.json of a million tensors has about 150 MB, too much to keep for each
-// mounted checkpoint. Only the offset of each block of items, and the text of the block that was
-// read last, are kept. The same items must always give the same text.
+// mounted checkpoint. Of the items only the offset of each block, and the text of the block that
+// was read last, are kept. The same items must always give the same text.
 // Cost: Make renders all items, O(items). A read finds a block by binary search and renders it;
 // reading front to back renders each block once. Readers at different offsets replace each other's
 // kept block, so they render more often.

@@ -16,10 +16,10 @@
 
 namespace tensormount::fs {
 
-// Every function appends what Python's pickler (Lib/pickle.py) writes for a value, or the opcode
-// that it is named after. The caller is responsible for the order on the pickle's stack. Repeated
-// strings and globals are memoized, as Python does; without this a state dict would be 50 % larger.
-// A tuple of two:
+// Every function appends a value in opcodes of Python's pickler (Lib/pickle.py), not always the
+// shortest ones, or the opcode that it is named after. The caller is responsible for the order on
+// the pickle's stack. Repeated strings and globals are memoized, as Python does; without this a
+// state dict would be 50 % larger. A tuple of two:
 //
 //   writer.Int(1); writer.Int(2); writer.Tuple2();
 //
@@ -40,8 +40,8 @@ class PickleWriter {
   void Float(double value);
   // The caller must pass valid UTF-8, because Python refuses to load other strings.
   void String(std::string_view utf8);
-  // Protocol 2 has no opcode for bytes, so a call of _codecs.encode is written, as Python's pickler
-  // does.
+  // Protocol 2 has no opcode for bytes, so there a call of _codecs.encode is written, as Python's
+  // pickler does.
   void Bytes(std::string_view bytes);
   // Writes a class or function by its name; the program that loads the pickle imports it.
   void Global(std::string_view module, std::string_view name);

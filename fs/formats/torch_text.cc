@@ -70,7 +70,7 @@ bool IsHashable(const CommonValue& value) {
   return value.get_if<CommonList>() == nullptr && value.get_if<CommonDict>() == nullptr;
 }
 
-// Whether the text names a device of torch, such as "cuda:1".
+// Whether the text names a device of one of torch's common types, such as "cuda:1".
 bool IsDevice(std::string_view text) {
   static constexpr std::string_view kTypes[] = {"cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu"};
   const std::size_t colon = text.find(':');
@@ -79,8 +79,8 @@ bool IsDevice(std::string_view text) {
          number.size() <= 3 && number.find_first_not_of("0123456789") == number.npos;
 }
 
-// Writes an encoded value. Returns false if torch.load could not read it back. If `pickle` is null,
-// the value is only checked.
+// Writes a value of which parts may be encoded. Returns false as PickleEncoded does. If `pickle` is
+// null, the value is only checked.
 bool WriteEncoded(PickleWriter* pickle, const CommonValue& value);
 
 bool WriteItems(PickleWriter* pickle, const std::vector<CommonValue>& items) {

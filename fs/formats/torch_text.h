@@ -29,22 +29,24 @@ std::uint64_t TorchElementBytes(DType dtype);
 // torch's elements (TorchDims).
 // torch rebuilds it as _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks),
 // where storage is a persistent id ("storage", type, name, "cpu", elements) and the bytes are the
-// archive's entry data/NAME. Types without a storage class use the untyped storage and
-// _rebuild_tensor_v3.
+// archive's entry data/NAME. Types without a storage class use the untyped storage, whose size is
+// in bytes, and _rebuild_tensor_v3.
 void PickleTensor(PickleWriter& pickle, DType dtype, const Dims& shape, std::string_view storage);
 // Writes a dtype as a global, such as torch.bfloat16.
 void PickleDType(PickleWriter& pickle, DType dtype);
 
 // Writes an encoded value of the Python package (docs/state-dicts.md, "Encoded values") as the
 // Python object that it encodes. NumPy numbers become Python numbers. Returns false and writes
-// nothing if the value is no such encoding or torch.load with weights_only would reject the object.
+// nothing if the value contains a dict that is no such encoding, an object that torch.load with
+// weights_only would reject, or a NumPy number that is encoded as bytes (such as a NaN). Plain
+// values are written as they are.
 bool PickleEncoded(PickleWriter& pickle, const CommonValue& value);
 // Whether PickleEncoded would succeed; writes nothing.
 bool CanPickleEncoded(const CommonValue& value);
 
 // Add the archive's small entries: the first function those between data.pkl and the storages, the
 // second those after the storages.
-// torch.load needs byteorder and version; the others are what torch 2.13 writes.
+// torch.load reads byteorder and version; the others are what torch 2.13 writes.
 void AddEntriesBeforeData(ZipWriter& zip, std::string& out);
 void AddEntriesAfterData(ZipWriter& zip, std::string& out);
 

@@ -13,8 +13,8 @@ namespace {
 
 std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
-// The chunk shape of the regular grid that the stored chunks form; nullopt if they form none. The
-// publish has checked that every cell of the tensor is stored.
+// The chunk shape of the regular grid that the stored chunks form; nullopt if they form none.
+// Every cell of the tensor is stored (ZarrGrid::Make).
 Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const TensorEntry& tensor) {
   const Dims& shape = tensor.meta.shape();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,

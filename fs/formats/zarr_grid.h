@@ -18,7 +18,8 @@ namespace tensormount::fs {
 // j) begins at (i, j) times that shape. Chunks at the upper edges are padded to the full shape with
 // the fill value, as Zarr requires. The grid depends only on the checkpoint. The shards of ranks
 // often form such a grid: rows, columns or blocks of one size, smaller at the upper edges.
-// A grid takes a few hundred bytes. If the tensor has several chunks, Make reads all its extents.
+// A grid takes a few hundred bytes. If the tensor has several chunks, Make may read all its
+// extents.
 class ZarrGrid {
  public:
   // Target size of a row block. Clients read whole chunks, so a block must be large enough to hide
@@ -31,7 +32,8 @@ class ZarrGrid {
   // The grid of the stored chunks; or row blocks if the stored chunks do not form a grid (flat
   // ranges, uneven shards), or if it would have over `max_chunks` (>= 1) chunks.
   // Stored chunks form a grid if each box begins at a multiple of the first box's extent and
-  // reaches to the next multiple or to the edge. The publish has checked that no box is missing.
+  // reaches to the next multiple or to the edge. The publish, or the reader of a foreign format,
+  // has checked that no box is missing.
   static Result<ZarrGrid> Make(const CheckpointIndex& index, const TensorEntry& tensor,
                                std::uint64_t max_chunks);
   // Blocks of consecutive rows, of about kRowBlockBytes, or larger if there would be over

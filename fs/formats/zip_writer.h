@@ -15,7 +15,7 @@ namespace tensormount::fs {
 // Bytes of a file whose CRC-32 is known only after they were copied, and the two positions of that
 // CRC (4 bytes, little-endian). Offsets are in the file.
 // The CRC is in the data descriptor after the entry's bytes, and in the central directory. In both
-// it stays zero until ranks have read the whole entry.
+// it is zero until the ranks of an export have read the whole entry; in a mount it stays zero.
 struct CrcHole {
   ByteRange covered;  // The bytes that the CRC covers; never empty.
   std::array<std::uint64_t, 2> positions = {};

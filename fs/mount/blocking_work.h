@@ -86,15 +86,16 @@ class BlockingWork {
   static constexpr int kMostThreads = 512;
 
   // Runs work on calling threads while `callers` (shared with other kinds) has a free slot, and on
-  // at most `on_pool` pool threads that are not stuck. A null `callers`: pool threads only.
+  // at most `on_pool` pool threads that are not stuck. A null `callers`: pool threads only, unless
+  // none can be started.
   BlockingWork(std::shared_ptr<CallerSlots> callers, int on_pool);
   // Leaves pool threads behind that are stuck in storage.
   ~BlockingWork();
 
   // Runs `work` now or later; `work` must Claim `answer` before it answers. Work whose answer was
-  // given before it begins is dropped. If the work does not finish within this call,
-  // `before_queueing` is called first on this thread: afterwards `work` must not use the caller's
-  // memory.
+  // given before it begins is dropped (not with kKeepsWork). If the work does not finish within
+  // this call, `before_queueing` is called first on this thread: afterwards `work` must not use the
+  // caller's memory.
   void Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work,
            const std::function<void()>& before_queueing = {});
   // Returns a token. While it lives, the watchdog also watches `answer`, whose work waits for other
@@ -108,7 +109,7 @@ class BlockingWork {
   // stopped, so that an idle mount needs no timer. Set before the first Run(); `wake` must return
   // soon.
   void SetWake(std::function<void()> wake);
-  // Returns whether there is no work. If true, the watchdog must not call Watch() again before
+  // Returns whether there is no work. If true, the watchdog need not call Watch() again before
   // `wake` is called.
   bool StopWatchIfIdle();
 

@@ -25,11 +25,12 @@ class FileProver {
   static constexpr std::size_t kMostWaiting = 1024;
 
   // `wanted`: whether the file is still needed (its checkpoint exists); empty: always. `report`:
-  // called once for each failed file. Both are called on the thread, without a lock.
+  // called for each file that is damaged or cannot be read. Both are called on the thread, without
+  // a lock.
   using Wanted = std::function<bool(NodeId)>;
   using Report = std::function<void(const VirtualFile&, const Status&)>;
   FileProver(Wanted wanted, Report report);
-  // Joins the thread; check idle() first if storage may block it.
+  // Waits for the thread to end; check idle() first if storage may block it.
   ~FileProver();
   // Ends the thread at the next step of 1 MiB.
   void Stop();

@@ -19,10 +19,10 @@ namespace tensormount::fs {
 
 struct Bridge;  // Declared in fuse_bridge_internal.h.
 
-// Turns requests of the kernel into calls on Vfs and results into replies. The bridge decides only
-// on which thread a request runs, so that the behaviour of a mount can be tested on Vfs without a
-// kernel. Uses libfuse's low-level interface (fuse_lowlevel): node ids are ours, replies may be
-// sent from any thread, and the caller supplies the threads.
+// Turns requests of the kernel into calls on Vfs and results into replies. The bridge decides on
+// which thread a request runs, what the kernel caches, and which close(2) is the last; all else can
+// be tested on Vfs without a kernel. Uses libfuse's low-level interface (fuse_lowlevel): node ids
+// are ours, replies may be sent from any thread, and the caller supplies the threads.
 class FuseBridge {
  public:
   // Communicates over `fd` and closes it, on failure too. All other arguments must outlive the

@@ -31,11 +31,12 @@
 
 namespace tensormount::fs {
 
-// Files up to this size go through the page cache in every mode: one request fetches them whole.
+// Published files up to this size, if the daemon serves them, go through the page cache in every
+// mode: one request fetches them whole.
 inline constexpr std::uint64_t kSmallFile = 128 * 1024;
 inline constexpr std::size_t kPageBytes = 4096;
-// Most work below .staging/ takes less than this on responsive storage. Requests during which the
-// kernel holds locks wait at most this long.
+// Most work below .staging/ takes less than this on responsive storage. Requests with a callback
+// `soon` (ServeLong) are answered from memory after this time, if possible.
 inline constexpr std::chrono::milliseconds kSoon{20};
 
 // The context of all operations: the userdata of every request (fuse_req_userdata), so it must not
@@ -84,9 +85,9 @@ class NodeReference {
   bool kept_ = false;
 };
 
-// A successful answer to a request. `send` is called once, on the thread that made the reply,
-// without a lock. If the caller was interrupted and answered meanwhile, the reply is destroyed
-// unsent, so its captures (a lease, a node reference) must clean up in their destructors.
+// A successful answer to a request. `send` is called at most once, on the thread that made the
+// reply. If the caller was interrupted and answered meanwhile, the reply is destroyed unsent, so
+// its captures (a lease, a node reference) must clean up in their destructors.
 struct Reply {
   template <typename Send>
   explicit Reply(Send s, std::optional<Op> op = std::nullopt)
@@ -96,9 +97,9 @@ struct Reply {
 };
 
 // Serves a request on this thread or, if it may block, on its queue. `work` returns the reply; each
-// failure, exceptions included, is counted, reported and answered once. `work` must not use the
-// request or its memory (names, buffers), which are invalid once this returns if the work was
-// queued.
+// failure, exceptions included, is counted and answered once, and reported (Answer). `work` must
+// not use the request or its memory (names, buffers), which are invalid once this returns if the
+// work was queued.
 void Serve(fuse_req_t req, Op op, NodeId node, bool may_block, std::function<Result<Reply>()> work);
 struct LongRequest;  // Declared in fuse_bridge.cc.
 // Functions that long work may call while it runs. Each run has its own object: the callback of
@@ -150,8 +151,8 @@ bool AnswerIfDying(fuse_req_t req, Op op, Bridge& bridge,
 // Runs work and turns exceptions into a Status: an exception must not pass through libfuse, which
 // is C.
 Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;
-// Counts, reports and sends the result of work. Called once for a request, by the thread that
-// claimed its answer.
+// Counts and sends the result of work. Reports a failure, unless it is ordinary, or a read or a
+// staging reported it. Called once for a request, by the thread that claimed its answer.
 void Answer(fuse_req_t req, Bridge& bridge, Op op, std::chrono::steady_clock::time_point since,
             NodeId node, const Result<Reply>& result);
 // Whether the failure is an ordinary answer that is not worth a log line.

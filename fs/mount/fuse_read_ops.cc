@@ -39,8 +39,8 @@ Result<Reply> Find(Vfs& vfs, NodeId parent, const std::string& name) {
   }
   if (entry.status().code() != Code::kNotFound) return entry.status();
   fuse_entry_param param{};
-  // The kernel may cache "no such entry" below checkpoints only. If it cached that in the root,
-  // `latest` could point to a name that the kernel still believes absent.
+  // The kernel may not cache "no such entry" below .staging/ or in the root, where `latest` could
+  // point to a name that the kernel still believes absent.
   const bool comes = IsStaged(parent) || parent == kRootId;
   param.entry_timeout = comes ? 0 : Vfs::kRootSeconds;
   return FoundReply(param, nullptr);
@@ -84,8 +84,8 @@ bool AnswerPublishLookup(fuse_req_t req, fuse_ino_t parent, std::string_view nam
 }
 
 // Looks up a name in .staging/. The kernel holds .staging/ locked meanwhile, and for a rename(2)
-// the root too, so if storage does not respond soon, the answer comes from this mount's memory.
-// Later operations on the staging check again whether it still exists.
+// the root too, so if storage does not respond soon, the answer for a staging that this mount knows
+// comes from memory. Later operations on the staging check again whether it still exists.
 void OpLookupStaging(fuse_req_t req, fuse_ino_t parent, std::string name) {
   Vfs& vfs = BridgeOf(req).vfs;
   ServeLong(

@@ -12,8 +12,8 @@ namespace tensormount::fs {
 // Stands between libfuse and /dev/fuse and extends two replies beyond libfuse 3.14. The reply to
 // INIT allows mappings of files opened with FOPEN_DIRECT_IO (Linux 6.6), and reads of backing files
 // by the kernel (passthrough, Linux 6.9). The reply to OPEN names the backing file. All else passes
-// unchanged. libfuse 3.17 handles passthrough itself; the shim then only records the negotiated
-// flags. Thread-safe.
+// unchanged. libfuse 3.17 handles passthrough itself; for passthrough the shim then only records
+// the negotiated flags. Thread-safe.
 // Works on the bytes of the protocol (linux/fuse.h), whose structures only grow at their end. The
 // two replies are recognized by the preceding INIT request and by a thread-local flag, so other
 // traffic is not parsed; after INIT, Read is read(2) and an atomic load.

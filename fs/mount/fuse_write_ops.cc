@@ -14,7 +14,7 @@ namespace {
 
 using WritePtr = std::shared_ptr<WriteHandle>;
 
-// Refuses a change without further checks, on a read-only mount.
+// Refuses a request without further checks.
 void Refuse(fuse_req_t req, int error = EROFS) {
   BridgeOf(req).vfs.stats().Count(Op::kRefused, {}, true);
   fuse_reply_err(req, error);

@@ -17,8 +17,8 @@
 
 namespace tensormount::fs {
 
-// Options of a mount. Paths are those of the host; defaults are those of `tensormount mount`
-// (docs/cli.md).
+// Options of a mount. The mount point is a path on the host; the source may also be a URL
+// (FileSystemFor). Defaults are those of `tensormount mount` (docs/cli.md).
 struct MountOptions {
   // A store, a checkpoint in our or a foreign format, or a training directory.
   std::string source;
@@ -57,8 +57,10 @@ class MountSession {
   // fork would lose: become a daemon first.
   //   kNotFound           no such source or mount point
   //   kBusy               the mount point is not empty, or is a mount already
+  //   kInvalidArgument    the mount point is not a directory, or lies inside the source
   //   kPermissionDenied   not allowed to mount; allow_other refused (and why)
-  //   kUnavailable        no /dev/fuse;  kUnsupported: built without FUSE, or tier not available
+  //   kUnavailable        no /dev/fuse, or the kernel did not initialize the mount in time
+  //   kUnsupported        built without FUSE, or the tier or allow_other is not available
   // If it fails after mounting, it unmounts again.
   static Result<std::unique_ptr<MountSession>> Start(FileSystem& fs, const MountOptions& options);
   // Like the other Start, on the filesystem that `options.source` names (FileSystemFor).

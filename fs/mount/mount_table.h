@@ -7,8 +7,8 @@
 
 namespace tensormount::fs {
 
-// The entry of the topmost mount at a path in /proc/self/mountinfo. fusermount and /sys/class/bdi
-// use `device`.
+// The entry of the topmost mount at a path in /proc/self/mountinfo. `device` is also its name in
+// /sys/class/bdi.
 struct MountEntry {
   std::string device;  // Such as "0:52".
   std::string type;    // Such as "fuse.tensormount".

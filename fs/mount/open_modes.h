@@ -49,8 +49,8 @@ class BackingRegistrar {
 //  - The reply fails (its caller was interrupted): the kernel sends no RELEASE; the Lease in the
 //    reply returns its share.
 //  - The kernel takes the reply but cannot finish the open: it sends RELEASE as for any handle.
-//  - A file is written to while it uses passthrough: a new open first compares it with its hashes
-//    again, and fails if it is damaged; the mode stays.
+//  - A file is written to while it uses passthrough: a new open (with Options::verify) first
+//    compares it with its hashes again, and fails if it is damaged; the mode stays.
 //  - The last share ends while the next open arrives: shares are counted under one lock, and the
 //    next open registers anew. Both registrations may exist for a moment, which is harmless,
 //    because the kernel's inode has dropped the first one (see above).
@@ -59,8 +59,8 @@ class BackingRegistrar {
 class OpenModes {
  public:
   struct Options {
-    // Set for `--verify first`: the kernel reads a file only after every byte was compared with its
-    // hash; a changed file is compared again.
+    // Set for `--verify first`: the kernel reads a file that has hashes only after every byte was
+    // compared with them; a changed file is compared again.
     bool verify = false;
     // Limit of bytes compared within the open. Beyond it the daemon serves the file while `prover`
     // compares it; a later open uses passthrough.
@@ -101,8 +101,8 @@ class OpenModes {
   // The mode for one more open of a published file. Null if another open is deciding for this node:
   // the callback that `make_retry` returned is then called after the decision, on any thread, and
   // must call Open() again (so that opens behind a blocked file hold no threads). kCancelled once
-  // `interrupted` returns true. All other failures are those of verification (kDataLoss); a file
-  // that cannot use passthrough is served by the daemon.
+  // `interrupted` returns true. All other failures are those of verification (kDataLoss, or of
+  // storage); a file that cannot use passthrough is served by the daemon.
   // `make_retry` is called only if needed, because it parks the request (LongWork::PrepareRetry).
   using Retry = std::function<void()>;
   Result<std::shared_ptr<Lease>> Open(NodeId node, const std::shared_ptr<const VirtualFile>& file,

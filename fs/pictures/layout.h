@@ -41,8 +41,8 @@ struct ChunkMapHolder {
 // One stored chunk of the tensor, for tables and tooltips. A ChunkMapRect is its rectangle in the
 // picture.
 struct ChunkMapEntry {
-  // The region as in the index: "[0:4, 0:8]" or "[0:4, 0:8] flat 5:17". For a layer: its boxes
-  // within the layer.
+  // The region as in the index: "[0:4, 0:8]" or "[0:4, 0:8] flat 5:17". For a layer: its box within
+  // the layer, or the first and last of its boxes.
   std::string region;
   std::vector<Box> boxes;  // The chunk's boxes in the shown tensor (or layer).
   std::size_t holder = 0;
@@ -64,7 +64,7 @@ struct ChunkMapRect {
   std::int64_t column_end = 0;
   std::size_t chunk = 0;   // The first of the chunks that it draws.
   std::size_t chunks = 1;  // Number of chunks that it draws, all of one holder.
-  std::size_t group = 0;   // No line is drawn between rectangles of one group.
+  std::size_t group = 0;   // The text form draws no line between rectangles of one group.
 };
 
 // One picture of two axes. A tensor that is cut along a third axis has a panel for each part of
@@ -104,7 +104,7 @@ struct ChunkMap {
   std::uint64_t covered = 0;
   std::vector<ChunkMapHolder> holders;  // Ranks by number, then parts, mounts and files.
   std::vector<ChunkMapEntry> chunks;
-  // Empty if the tensor has no elements.
+  // Not drawn if the tensor has no elements.
   ChunkMapPicture picture;
 };
 
@@ -142,8 +142,9 @@ struct ChunkMapRaster {
   }
 };
 // Maps edges of rectangles to positions on a line of `cells` cells. Each part between two edges
-// first gets `least` cells, if these suffice for all parts, and the others are distributed by size.
-// So a part of one row beside a part of a thousand rows does not vanish.
+// first gets `least` cells (or 2, or none, if the cells do not suffice for all parts), and the
+// others are distributed by size. So a part of one row beside a part of a thousand rows does not
+// vanish.
 class ChunkMapScale {
  public:
   ChunkMapScale(std::vector<std::int64_t> edges, std::int64_t extent, int cells, int least);

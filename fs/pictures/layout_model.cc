@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes the abstract picture of a tensor's chunks (ChunkMapPicture of layout.h), from which text
-// and SVG are drawn: which axes are drawn, and which rectangles. If chunks are flat ranges of the
-// row-major order (packed parameters of FSDP), rows and columns are groups of axes, and runs become
-// rectangles (DrawRuns). Otherwise rows and columns are the two axes with the most cuts, and each
-// part of a third axis is a panel (BoxDrawing).
+// and SVG are drawn: which axes are drawn, and which rectangles. If some chunks are flat ranges
+// (packed parameters of FSDP) and all are runs of the row-major order, rows and columns are groups
+// of axes, and runs become rectangles (DrawRuns). Otherwise rows and columns are the two axes with
+// the most cuts, and each part of a third axis is a panel (BoxDrawing).
 #include <algorithm>
 #include <charconv>
 #include <map>
@@ -121,8 +121,8 @@ ChunkMapRect RectOf(const Box& box, int row_axis, int column_axis, std::size_t c
 }
 
 // Merges rectangles of one holder that touch along a whole edge, first along rows, then along
-// columns. O(n log n). Makes each holder one group, so that no lines are drawn between its
-// rectangles.
+// columns. O(n log n). Makes each holder one group, so that the text form draws no lines between
+// its rectangles.
 void MergeTouching(std::vector<ChunkMapRect>& rects, const std::vector<ChunkMapEntry>& chunks) {
   const auto holder = [&](const ChunkMapRect& r) { return chunks[r.chunk].holder; };
   // In the order of `key`, rectangles that may touch are neighbours: they have the same holder and

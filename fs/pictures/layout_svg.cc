@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The picture of layout_model.cc as SVG (layout.h).
+// The picture of layout_model.cc as SVG and HTML (layout.h).
 #include <algorithm>
 
 #include <fmt/core.h>

@@ -24,8 +24,8 @@ constexpr const char* kLines[16] = {" ", "╴", "╶", "─", "╵", "┘", "└
 constexpr int kPalette[] = {117, 215, 157, 218, 229, 183, 123, 180, 152, 211, 194, 189};
 
 // Draws a panel as lines of text, from a raster of cells. Each corner of four cells is a character:
-// a box-drawing line if the cells are in different rectangles, else a space or a character of a
-// name. The constructor chooses the size by the shape and the width of the terminal.
+// a box-drawing line if the cells are in different groups, else a space or a character of a name.
+// The constructor chooses the size by the shape and the width of the terminal.
 class PanelText {
  public:
   PanelText(const ChunkMap& layout, const ChunkMapPanel& panel, int width, bool colours)
@@ -145,7 +145,7 @@ class PanelText {
     letters_.assign(static_cast<std::size_t>((height_ + 1) * (width_ + 1)), ' ');
     std::size_t last_group = panel_.rects.size() + layout_.chunks.size();
     for (const ChunkMapRect& rect : panel_.rects) {
-      // Only the first of several rectangles of one group gets a name.
+      // Of consecutive rectangles of one group only the first that is large enough gets a name.
       if (rect.group == last_group) continue;
       const int top = rows.At(rect.row_begin) + 1;
       const int bottom = rows.At(rect.row_end) - 1;

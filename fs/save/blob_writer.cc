@@ -58,9 +58,9 @@ Status BlobWriter::Zero(std::uint64_t begin, std::uint64_t end) {
 }
 
 // There are three cases: the area may be written from `begin` on and reaches to `end`; it can be
-// extended, because no other area follows it in the pack; or everything moves to a new area. Moving
-// doubles the room, so that an object that grows by appending is copied O(log n) times instead of n
-// times.
+// extended, because no other area follows it in the pack; or everything moves to a new area. A move
+// for lack of room doubles the room, so that an object that grows by appending is copied O(log n)
+// times instead of n times.
 Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
   const bool good = area_.file != nullptr && !area_.file->condemned() && begin >= recorded_;
   if (good && (end <= area_.size || shared_->files.Extend(area_, end - area_.size))) return {};

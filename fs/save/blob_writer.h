@@ -54,7 +54,7 @@ class BlobWriter final : public StagedPart {
   Status WriteLocked(std::uint64_t offset, const void* data, std::size_t size);
   // Makes the object's bytes from `begin` on writable in place, and allocates room up to `end`.
   Status MakeWritable(std::uint64_t begin, std::uint64_t end);
-  // Writes zeros over bytes [begin, end), which Truncate left in the file: they must read as zeros
+  // Writes zeros over bytes [begin, end). Bytes that Truncate left in the file must read as zeros
   // when the object grows over them again.
   Status Zero(std::uint64_t begin, std::uint64_t end);
 

@@ -51,7 +51,7 @@ class DataFile {
   Status Sync();
   // Closes the descriptor if all writes are synced; the next access reopens the file.
   void CloseIfIdle();
-  // Closes the file for good: later calls return kStale.
+  // Closes the file for good: later calls that need the descriptor return kStale.
   void Close();
 
  private:
@@ -63,7 +63,7 @@ class DataFile {
   bool TooManyOpen() const;
 
   FileSystem& fs_;
-  // Number of open descriptors, shared by all data files of a mount.
+  // Number of open descriptors, shared by all data files of a DataFiles.
   const std::shared_ptr<std::atomic<std::size_t>> open_files_;
   const std::string folder_;
   const std::string name_;
@@ -84,8 +84,8 @@ class DataFile {
 
 // The file of a tensor, into which several targets of that tensor may write.
 // Targets of one tensor may overlap (rows 0 to 9 and rows 5 to 14); each keeps its own bytes until
-// the publish compares them. The first target that writes a byte claims that byte in this file;
-// other targets write theirs to the pack.
+// the publish, which takes those that were synced last. The first target that writes a byte claims
+// that byte in this file; other targets write theirs to the pack.
 struct TensorFile {
   std::shared_ptr<DataFile> file;
   std::mutex mutex;
@@ -94,7 +94,7 @@ struct TensorFile {
   RangeMap claims;
 };
 
-// All data files and the journal of a mount. Thread-safe.
+// All data files and the journal of a mount in one staging. Thread-safe.
 // Data file n of a mount is data/<staging>-<incarnation>-<kind><n>.bin, with kind t (the file of a
 // tensor), p (a pack) or o (one target or object). ReadJournal requires numbers that rise by one
 // from 0 in the order of the kFile records, so a file is made, recorded and numbered under one
@@ -152,7 +152,7 @@ class DataFiles {
   mutable std::mutex mutex_;
   std::unique_ptr<JournalWriter> journal_;
   std::vector<std::shared_ptr<DataFile>> files_;  // All files, by number.
-  // Files with lower numbers were synced and closed once.
+  // Files with lower numbers were synced early and, if idle, closed once.
   std::size_t next_to_close_ = 0;
   std::uint32_t targets_ = 0;
   std::map<std::string, std::shared_ptr<TensorFile>> tensors_;

@@ -99,7 +99,7 @@ Result<std::vector<Hash128>> DecodeLeaves(ByteReader& in, std::uint64_t bytes,
 
 // Decodes record bodies and checks them against earlier records of the journal. Every number is
 // checked before it is used as a size or an index: a journal may be damaged beyond its checksum or
-// be written by a faulty program, and the publish runs in the daemon that serves everybody.
+// be written by a faulty program, and the publish may run in the daemon that serves everybody.
 class RecordDecoder {
  public:
   Result<JournalRecord> Decode(std::string_view body, std::string_view what) {
@@ -294,7 +294,7 @@ class Window {
         std::string_view(bytes_).substr(static_cast<std::size_t>(at - begin_), n));
   }
 
-  // The body of the frame at `at`; nullopt if the frame is incomplete.
+  // The body of the frame at `at`; nullopt if the frame is incomplete or damaged.
   Result<std::optional<std::string_view>> Body(std::uint64_t at) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto head, Get(at, 4));
     if (!head.has_value()) return head;
@@ -431,8 +431,8 @@ std::string EncodeRecord(const JournalRecord& record) {
   return FrameRecord(out.bytes());
 }
 
-// Stops at the first incomplete frame. CheckNotSynced then decides whether the bytes from there on
-// are a torn tail or damage.
+// Stops at the first incomplete or damaged frame. CheckNotSynced then decides whether the bytes
+// from there on are a torn tail or damage.
 Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());

@@ -85,7 +85,7 @@ struct JournalRecord {
   enum class Kind : std::uint8_t {
     kFile = 1,    // Data file number `number` is `file_name`.
     kTarget = 2,  // Target number `number` is `target`, with `end` packed bytes.
-    kExtent = 3,  // `extent` was written; overrides earlier records of its target.
+    kExtent = 3,  // `extent` was written; overrides earlier records of these bytes.
     // Bytes [begin, end) of target `number` were discarded (truncation, removal): earlier records
     // of them are void.
     kForget = 4,
@@ -155,9 +155,9 @@ class JournalWriter {
   // Makes all records appended before this call durable. Callers that arrive during a sync share
   // the next one.
   Status Sync();
-  // Durable size of the file, always the end of a record.
+  // Durable size of the file; never within a record.
   std::uint64_t synced_bytes() const;
-  // Closes the file: later calls return kStale.
+  // Closes the file: later calls that need it return kStale.
   void Close();
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Publishes what mounts wrote: resolves their journals, assembles tensors, compares cells that two
-// mounts wrote, writes manifests and publishes through the store. On failure the report lists all
-// that is missing, and the staging stays as it was.
+// mounts wrote, writes manifests and publishes through the store. On failure the report lists
+// the problems, and the staging can still be written to and published.
 #include "fs/save/publish.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@
 
 // docs/format.md, "Staging of mounts", describes how journals become manifests. The bytes of files
 // that mounts wrote are not changed; the publisher adds manifests and perhaps a patch file, which a
-// retry rewrites.
+// retry makes anew, and links to files of the base.
 
 namespace tensormount::fs {
 namespace {
@@ -40,8 +40,9 @@ constexpr std::uint64_t kWidestElement = 16;  // In bytes.
 constexpr const char* kProducer = "tensormount 0.1 (mount)";
 
 // One attempt to publish. Run has the steps. The steps before Verdict only read (apart from the
-// patch file) and add problems to the report instead of stopping at the first one, because the
-// operator of a thousand ranks needs the whole list.
+// patch file). Once all done marks and their journals exist, they add problems to the report
+// instead of stopping at the first one, because the operator of a thousand ranks needs the whole
+// list.
 class Publisher {
  public:
   Publisher(const Store& store, FileSystem& fs, Staging staging, StagingReport& report)

@@ -8,7 +8,8 @@
 namespace tensormount::fs {
 namespace {
 
-// Whether `b`, which begins where `a` ends in the target, also begins where `a` ends in the source.
+// Whether `b`, which begins where `a` ends in the target, also begins where `a` ends in the same
+// source, and both or none are grid bytes.
 bool Continues(const StoredRange& a, const StoredRange& b) {
   return a.source == b.source && a.grid == b.grid && a.offset + a.size() == b.offset;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reduces the records of journals to their final state: later writes of a mount replace its earlier
-// ones byte by byte, and the rest of each target becomes runs.
+// Turns the records of journals into runs: the bytes that later writes to a target left of earlier
+// ones. In targets with records of columns, TensorAssembly removes the replaced bytes instead.
 #include "fs/save/resolve_journals.h"
 
 #include <algorithm>
@@ -186,7 +186,7 @@ class RunsOfTarget {
 };
 
 // Sorts the records of one journal: goes through them once and keeps for each target its records,
-// for each object the last record, and the condemned files. Targets are checked against the schema
+// for each object the last record, and the kCondemn records. Targets are checked against the schema
 // at the end, because a target of a withdrawn schema may have been forgotten meanwhile, which is
 // allowed.
 class Sorter {

@@ -51,17 +51,16 @@ struct SortedJournals {
   // For each object part at most one entry for each journal.
   std::map<ObjectName, std::vector<ObjectClaim>> objects;
 };
-// Sorts records of journals, which must outlive the result. Condemned targets, and tensors that
-// `schema` does not have, become problems of the report. kDataLoss: file numbers or names are
-// invalid.
+// Sorts records of journals, which must outlive the result. Condemned targets and objects, and
+// targets that do not match `schema`, become problems of the report.
+// kDataLoss: a record has an invalid number, name or count of hashes.
 // A kForget of a whole target drops the target's earlier records, including a kCondemn: the program
 // truncated the file and may start again.
 Result<SortedJournals> SortJournals(std::vector<Journal>& journals, const StagingSchema& schema,
                                     StagingReport& report);
 
-// Bytes of a tensor that one record of a journal stored contiguously, as far as later records of
-// the same target left them; stored in the row-major order of `bytes`. For a kForget record: the
-// bytes that the record discards.
+// Bytes of a tensor that one record of a journal stored contiguously, in the row-major order of
+// `bytes`. For a kForget record: the bytes that the record discards.
 struct StagedRun {
   std::uint32_t journal = 0;
   std::uint32_t target = 0;  // Number of the target in that journal.
@@ -84,9 +83,9 @@ struct StagedRun {
   const StagedExtent& extent() const { return record->extent; }  // Undefined for a kForget.
   bool whole() const { return !forgets() && at == 0 && size == extent().bytes(); }
 };
-// The runs that later records of the same target left of one tensor's records, in the order of
-// journals, then records. Runs of different targets or journals may still overlap. kDataLoss: a
-// record does not fit the tensor.
+// The runs of one tensor's records, in the order of journals, then records. If all records of a
+// target are single ranges, its runs are what later records left of earlier ones. Other runs may
+// overlap (TensorAssembly::Resolve). kDataLoss: a record does not fit the tensor.
 // A record of columns (StagedExtent::runs) becomes runs with boxes of bytes if its stride is that
 // of an axis of the target, and otherwise one run for each of its ranges.
 Result<std::vector<StagedRun>> RunsOf(const TensorMeta& meta,

@@ -318,7 +318,7 @@ Status StagingSchema::Merge(const StagingSchema& other) {
 }
 
 Result<StagingSchema> ReadSchemas(FileSystem& fs, const std::string& staging_directory) {
-  // A conflicting edit exists only until its writer notices the conflict.
+  // Usually a conflicting edit exists only until its writer notices the conflict.
   for (int attempt = 0;; ++attempt) {
     Result<StagingSchema> all = ReadSchemasOnce(fs, staging_directory);
     if (all.ok() || all.status().code() != Code::kAlreadyExists || attempt == 5) return all;
@@ -348,7 +348,7 @@ Status AddSchema(FileSystem& fs, const std::string& staging_directory,
     if (moved.code() == Code::kAlreadyExists) moved = Status();
   }
   if (!moved.ok()) {
-    (void)fs.RemoveFile(temporary);  // A remaining file is harmless: hidden names are not read.
+    (void)fs.RemoveFile(temporary);  // A remaining file has no effect: hidden names are not read.
     return moved;
   }
   // Each writer reads after it has written, so of two conflicting edits at least one writer sees
@@ -357,7 +357,7 @@ Status AddSchema(FileSystem& fs, const std::string& staging_directory,
   if (!all.ok()) {
     const Status removed = fs.RemoveFile(name);
     if (!removed.ok() && removed.code() != Code::kNotFound) return removed;
-    // A power loss may bring the file back; the next edit then reports the conflict.
+    // A power loss may bring the file back; edits and the publish then report the conflict.
     (void)fs.SyncDirectory(folder);
     return all.status();
   }

@@ -24,7 +24,7 @@ namespace tensormount::fs {
 //   {"tensors": {"w": {"dtype": "bf16", "shape": [4096, 4096]}},
 //    "objects": {"rng": {"grid": [4]}}, "writers": 4, "placement": "auto",
 //    "reuse": "auto", "producer": "my trainer 1.2", "content": {...}}
-// All fields but "tensors" are optional; unknown fields are refused by name.
+// All fields are optional; unknown fields are refused by name.
 // Mounts of several machines edit the schema at once without locks. So each edit is a file that
 // never changes, and the schema is the merge of all edits: adding is idempotent and commutative,
 // and contradictions are refused.
@@ -40,8 +40,8 @@ class StagingSchema {
   // Canonical text with sorted keys; the content of schema.json.
   std::string ToJson() const;
 
-  // Adds the fields of `other`. kAlreadyExists "tensor w: bf16 [4, 4] here, f32 [4, 4] there" if
-  // both define a name differently; nothing is changed then.
+  // Adds the fields of `other`. kAlreadyExists ("tensor w: bf16 [4, 4] in one schema.json, ...") if
+  // both define a name or field differently; nothing is changed then.
   Status Merge(const StagingSchema& other);
 
   const std::map<std::string, TensorMeta>& tensors() const { return tensors_; }

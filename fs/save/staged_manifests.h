@@ -15,7 +15,8 @@
 namespace tensormount::fs {
 
 // Makes the manifests of a publish: one for each mount whose bytes are used, and one for the
-// publisher, with its patches and the tensors without bytes. Not thread-safe.
+// publisher, with the ranges of its own file and the tensors and objects without bytes, if there
+// are any. Not thread-safe.
 // The store's publish is thus the same as for the library's ranks: it reads manifests from disk,
 // merges them and proves that they are complete. Reading them back in the same call is intended: a
 // manifest that cannot be decoded must fail the publish, not a restart weeks later. It costs one
@@ -43,8 +44,8 @@ class StagedManifests {
   // The content of one manifest.
   struct Writer;
   Writer& WriterOf(std::uint32_t journal);
-  // Opens and checks each data file that a chunk names: it must reach as far as its chunks. Sealing
-  // marks it read-only, so that nothing that COMMIT covers can change.
+  // Opens, checks and seals each data file of a mount that a chunk or object names: it must reach
+  // as far as these. Sealing marks it read-only, because COMMIT will cover its bytes.
   Status SealFiles(FileSystem& fs, const PatchFile& patches, std::uint32_t journal, Writer& writer);
 
   const Staging& staging_;

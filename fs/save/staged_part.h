@@ -24,7 +24,8 @@ namespace tensormount::fs {
 // The state that all parts of a StagingWriter share. May outlive the StagingWriter: a file that a
 // program has open keeps its part.
 struct StagedParts {
-  // From this size on a target or object gets a file of its own instead of an area of the pack.
+  // From this size on a target is written into its tensor's file or a file of its own, instead of
+  // an area of the pack; an object above this size into a file of its own.
   static constexpr std::uint64_t kOwnFileBytes = std::uint64_t{4} << 20;
 
   StagedParts(FileSystem& fs, const Staging& staging, const std::string& incarnation)
@@ -77,7 +78,7 @@ class StagedPart {
   // hashed during their write, and fills `pending`.
   virtual Status Prepare(PendingPart& pending) = 0;
   // Called once after each Prepare, with the result of the sync; releases the sync lock. After a
-  // failure all later syncs of the part fail.
+  // failure later syncs of the part fail, until the whole part is discarded.
   virtual void Finish(PendingPart& pending, const Status& status) = 0;
 };
 

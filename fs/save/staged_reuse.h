@@ -17,15 +17,15 @@
 
 namespace tensormount::fs {
 
-// Protects the base that schema.json names from retention rules until the publish, durably.
-// kNotFound: there is no such checkpoint. "auto" and "off" name no base.
+// Protects the base that schema.json names from retention rules until the publish, durably, if it
+// can be read now. kNotFound: there is no such checkpoint. "auto" and "off" name no base.
 Status HoldNamedBase(FileSystem& fs, const Staging& staging, const std::string& reuse);
 
 // Takes data from the base in a publish: the checkpoint that schema.json names, or the parent.
 // Programs write through mounts before anything can be compared, so the publish compares each
-// tensor with the base and, if it is equal, links the base's files. The written files are then
-// unused, and gc removes them. Digests select candidates; hashes of equal chunks, or a comparison
-// of all bytes, decide.
+// tensor with the base and, if it is equal, links the base's files. Written files with nothing else
+// are then unused, and gc removes them. Digests select candidates; hashes of equal chunks, or a
+// comparison of all bytes, decide. Objects are compared by their hashes.
 // Not thread-safe.
 class StagedReuse {
  public:
@@ -34,8 +34,9 @@ class StagedReuse {
               const std::vector<Journal>& journals)
       : store_(store), fs_(fs), staging_(staging), journals_(journals) {}
 
-  // `reuse`: "auto" (or empty), "off", or the name of a checkpoint of the store. If there is any
-  // problem with the base, nothing is reused, and note() tells why.
+  // `reuse`: "auto" (or empty), "off", or the name of a checkpoint of the store. If the base cannot
+  // be opened, nothing is reused, and note() tells why. Nothing is reused either, without a note,
+  // if the base is not self-contained or a save without links is due (SaveOptions::full_every).
   void Open(const std::string& reuse);
 
   // Whether the tensor of these chunks is taken from the base. To be called once for each tensor.
@@ -49,7 +50,7 @@ class StagedReuse {
   bool any() const { return base_ != nullptr && taken_.any(); }
   std::uint64_t tensors() const { return tensors_; }
   std::uint64_t bytes() const { return bytes_; }
-  // Why nothing was reused although a base was given; empty: no problem.
+  // The problem because of which nothing was reused; empty: none.
   const std::string& note() const { return note_; }
 
  private:

@@ -10,9 +10,9 @@
 
 namespace tensormount::fs {
 
-// Converts common.json of a staging to common records, one for each member. "$content" and "$ranks"
-// mean the same as in common.json of a checkpoint, so that such a file can be copied here.
-// kInvalidArgument: a rule is violated (docs/format.md, "common.json").
+// Converts common.json of a staging to common records, one for each member (of "$ranks": one for
+// each rank). "$content" and "$ranks" mean the same as in common.json of a checkpoint, so that such
+// a file can be copied here. kInvalidArgument: a rule is violated (docs/format.md, "common.json").
 Result<CommonValues> CommonRecordsOf(std::string_view json);
 
 }  // namespace tensormount::fs

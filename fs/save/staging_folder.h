@@ -24,8 +24,8 @@
 
 namespace tensormount::fs {
 
-// Creates STORE/.staging/NAME with its directories and UUID and claims a generation, in one atomic
-// step. kAlreadyExists: the staging exists (join it), or STORE/NAME is published.
+// Claims a generation and creates STORE/.staging/NAME, which appears with its directories and UUID
+// in one atomic step. kAlreadyExists: the staging exists (join it), or STORE/NAME is published.
 Result<Staging> CreateStaging(const Store& store, FileSystem& fs, const std::string& name);
 // Opens an existing staging. kNotFound: there is none; kUnsupported: it is a staging of the library
 // (NAME.<id>).
@@ -63,9 +63,9 @@ class StagingLease {
 };
 
 // The content of done/<rank>: writer `rank` has finished, and relies on the first `journal_bytes`
-// bytes of `journal`, its mount's journal, which were durable then.
-// A publish on another machine of a shared filesystem that sees the mark but not yet those bytes
-// fails instead of publishing less.
+// bytes of `journal`, its mount's journal, which were durable then. `journal` is empty if the mount
+// had written nothing. A publish on another machine of a shared filesystem that sees the mark but
+// not yet those bytes fails instead of publishing less.
 struct DoneMark {
   std::uint32_t rank = 0;
   std::string journal;

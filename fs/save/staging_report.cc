@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StagingReport of publish.h as text and JSON, for people; nothing depends on their form.
+// StagingReport of publish.h as text and JSON; tensormount itself never reads these.
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 

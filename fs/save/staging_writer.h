@@ -25,7 +25,7 @@ namespace tensormount::fs {
 //
 // Placement: a target (a box of a tensor) of at least kOwnFileBytes whose bytes are one run of the
 // tensor (rows, the whole tensor) is written into this mount's file of that tensor, each byte at
-// its position in the tensor. If this mount writes all of the tensor, the file is the tensor
+// its position in the tensor. If all bytes of the tensor are there, the file is the tensor
 // (Placement::kTensorFile) and can use passthrough. Other large targets get a file of their own,
 // packed; small targets and small objects get an area of the pack. Synced bytes are never
 // overwritten: a rewrite goes to the pack and supersedes them in the journal. Files end at the last

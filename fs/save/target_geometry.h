@@ -15,8 +15,8 @@ namespace tensormount::fs {
 
 // A box of a tensor as a byte string in packed row-major order. A value; immutable.
 // Rows 2 to 3 of a 4 x 8 tensor of bytes are one run, bytes 16 to 31 of the tensor, and can lie at
-// their position in the tensor's file. Columns 2 to 3 are 4 short runs, so their packed bytes need
-// a file of their own.
+// their position in the tensor's file. Columns 2 to 3 are 4 short runs, so their packed bytes are
+// stored elsewhere.
 class TargetGeometry {
  public:
   // kInvalidArgument: the box is outside of the tensor, or does not begin and end on whole bytes.

@@ -22,8 +22,9 @@ namespace tensormount::fs {
 // Writes a box of a tensor (placement: staging_writer.h). Bytes have two kinds of places:
 //   grid  byte b at the target's base + b, in its file of the tensor, a file of its own, or an area
 //         of the pack. Whole 64 KiB blocks of the target are hashed while they are written.
-//   log   one write after the other in the pack: short writes without neighbours, and rewrites of
-//         synced bytes. Hashed at the sync, where adjacent ones become one record.
+//   log   one write after the other in the pack: short writes without neighbours, rewrites of
+//         synced bytes, and bytes whose grid position another target has claimed or whose file is
+//         condemned. Hashed at the sync, where adjacent ones become one record.
 // A byte has one of three states; a byte that is both fresh and synced counts as fresh:
 //   fresh_   written since the last sync: may be overwritten in place
 //   synced_  recorded in the journal, or about to be: never overwritten in place, because the
@@ -38,11 +39,12 @@ namespace tensormount::fs {
 // target run in parallel.
 //
 // Lock order: sync_lock_, then mutex_, then those of DataFiles and TensorFile. mutex_ is not held
-// during reads, writes and fsyncs of data files, but is held while a file is created or the journal
-// appended to.
+// during reads, writes and fsyncs of the target's data files, but is held while a file is created
+// (which may sync older files) or the journal appended to.
 class TargetWriter final : public StagedPart {
  public:
-  // Shorter writes go to the log until this many contiguous bytes exist.
+  // In large targets, shorter writes that are not beside grid bytes go to the log until this many
+  // contiguous bytes exist.
   static constexpr std::uint64_t kShortBytes = 64 * 1024;
 
   // `on_first_write` runs once, before the first byte. `owner` is the number of this target, unique
@@ -56,12 +58,12 @@ class TargetWriter final : public StagedPart {
   // The caller must hold a StagingLease for writing. EFBIG: the bytes are past size(); kStale after
   // CloseForGood.
   Status Write(std::uint64_t offset, const void* data, std::size_t size);
-  // Discards these bytes; durable with the next sync of anything in the staging. If all bytes of
-  // the target are discarded, a condemned target may be written again.
+  // Discards these bytes; durable with this mount's next sync of anything in the staging. If all
+  // bytes of the target are discarded, a condemned target may be written again.
   Status Forget(ByteRange bytes);
   // Makes everything written before this call durable and recorded. A failure condemns the target:
-  // its later writes and syncs fail, and its record in the journal makes the publish fail. Other
-  // targets are unaffected.
+  // its later writes and syncs fail, and its record in the journal makes the publish fail. Of the
+  // other targets only those with unsynced bytes in a failed file are affected.
   Status Sync();
   std::uint64_t written_bytes() const;  // Each byte is counted once.
   // Records that the target must not be published, because of `reason`.
@@ -75,7 +77,7 @@ class TargetWriter final : public StagedPart {
  private:
   // Hash and digest contribution of one 64 KiB block of the target; Leaves has them by block
   // number. Whole blocks are hashed while their bytes are in the cache, so that a sync need not
-  // read them back; the sync reads back and hashes only blocks that were written in parts.
+  // read them back; of grid bytes the sync reads back and hashes only blocks written in parts.
   struct Leaf {
     Hash128 hash;
     Crc64 contribution = 0;

@@ -27,7 +27,7 @@ inline constexpr std::uint32_t kPublisher = 0xFFFFFFFF;
 // The file of bytes that the publisher itself must write: elements whose bytes came in several
 // writes, remains of overwritten boxes that are too scattered to be chunks, and the few live bytes
 // of files whose other bytes are taken from the base. The publish copies nothing else. Created at
-// the first byte; the destructor removes it unless Finish succeeded. Not thread-safe.
+// the first byte or by Open; the destructor removes it unless Finish succeeded. Not thread-safe.
 class PatchFile {
  public:
   PatchFile(FileSystem& fs, const Staging& staging) : fs_(fs), staging_(staging) {}
@@ -85,7 +85,7 @@ class TensorAssembly {
 
   // Resolves the runs of one tensor: later records of a journal override earlier ones; equal bytes
   // of several mounts are kept once. Unequal bytes and unwritten cells become problems of the
-  // report. The result is disjoint: if later records removed a part of a run, its `remaining` has
+  // report. The result is disjoint: if a part of a run was removed, its `remaining` has
   // the boxes that are left; runs without remaining bytes, and those of kForget, are dropped.
   Result<std::vector<StagedRun>> Resolve(const TensorMeta& meta, std::vector<StagedRun> runs);
   // Makes chunks of the result of Resolve, which must have found no problem.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // TensorAssembly::Emitter of tensor_assembly.h: makes chunks of assembled boxes. A box that is
-// contiguous in a data file becomes a chunk there; boxes cut by later writes, and split elements,
-// are copied to the patch file. Separate from the assembly, which decides which bytes are valid and
-// copies none.
+// contiguous in a data file becomes a chunk there; other boxes (cut by later writes), and split
+// elements, are copied to the patch file. Separate from the assembly, which decides which bytes are
+// valid and copies none.
 #include <algorithm>
 #include <numeric>
 #include <utility>

@@ -195,9 +195,8 @@ Status StagingTree::MakeObject(const StagedNode& node) {
   return node.staged->writer().OpenObject(node.key, node.index, true).status();
 }
 
-// O_CREAT of an existing name opens the file, as in POSIX. New names can be created only if the
-// schema allows them. Each refusal is explained in .tensormount/errors, because the errno says too
-// little.
+// O_CREAT of an existing name opens the file, as in POSIX. The refusal of a new name is explained
+// in .tensormount/errors, because the errno says too little.
 Result<StagingTree::Opened> StagingTree::Create(std::uint64_t folder, std::string_view name,
                                                 int flags) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, FindLive(folder));

@@ -58,7 +58,8 @@ class StagedCheckpoint {
  public:
   // Age after which cached state of the directory is refreshed.
   static constexpr std::chrono::milliseconds kMaxAge{200};
-  // How long a writer waits for a publish in progress to end.
+  // How long a writer waits for a publish in progress to end, and a publish for files whose last
+  // bytes are being made durable.
   static constexpr std::chrono::seconds kLeasePatience{10};
   // How long a publish waits for the kernel to release closed and unmapped files.
   static constexpr std::chrono::milliseconds kReleasePatience{250};
@@ -75,7 +76,7 @@ class StagedCheckpoint {
   // kStale once the staging was published, removed or replaced, by anybody. Checks storage if the
   // last check is older than kMaxAge, or always (`now`).
   Status CheckInPlace(bool now = false);
-  // Marks the staging as gone: every later call returns kStale.
+  // Marks the staging as gone: later CheckInPlace and writes return kStale.
   void Retire();
   // Whether the staging is known to be gone; does not check storage.
   bool gone() const { return gone_.load(std::memory_order_acquire); }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Open files below .staging/, with one class for each kind of file. A file counts as an open writer
-// from its open to its last flush.
+// Open files below .staging/, with one class for each kind of file. A file that is written counts
+// as an open writer from its open to its last flush.
 #include "fs/staging/staged_handles.h"
 
 #include <algorithm>
@@ -345,7 +345,8 @@ class EditHandle : public StagedHandle {
   bool changed_ = false;
 };
 
-// Opening the file made the mark (StagingTree::OpenNode), so both `touch` and `echo > done/3` work.
+// Opening the file for writing made the mark (StagingTree::OpenNode), so both `touch` and
+// `echo > done/3` work.
 class MarkHandle : public StagedHandle {
  public:
   using StagedHandle::StagedHandle;

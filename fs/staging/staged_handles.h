@@ -24,13 +24,14 @@ struct HandleContext {
   MountStats* stats = nullptr;  // Receives failures; outlives the handle.
 };
 
-// A file that is open for writing counts as an open writer of its staging from its open until its
-// last Flush (or Release, if it is mapped), and again from the next write on. After close(2) has
-// returned, a publish does not count the file, although the kernel releases it later.
+// A file that is open for writing (except a mark) counts as an open writer of its staging from its
+// open until its last Flush (or Release, if it is mapped), and again from the next write on. After
+// close(2) has returned, a publish does not count a file that is not mapped, although the kernel
+// releases it later.
 
 // The kind of handle depends on the file. A tensor or slice has a fixed size and records which
 // bytes were written; an object is a plain file; schema.json and common.json are checked as a whole
-// when they are closed; of a mark only the name matters.
+// when they are closed or synced; of a mark only the name matters.
 //
 // Opens a tensor's file or a slice.
 Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(HandleContext context,

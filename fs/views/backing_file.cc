@@ -26,8 +26,7 @@ Result<std::uint32_t> FileOfSize(const OpenedCheckpoint& opened, std::uint32_t f
   if (file >= index.files().size() || index.files()[file].length != size)
     return NoBackingFileError();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, opened.fs().LinkStat(opened.AccessPath(file)));
-  // Only the file that a user named as the source can be a symlink; files in a checkpoint never
-  // are.
+  // Foreign files can be symlinks, which only OpenFile checks.
   if (info.kind == FileKind::kSymlink) return NoBackingFileError();
   TENSORMOUNT_RETURN_IF_ERROR(
       CheckUnchanged(index.files()[file], info, opened.commit() != nullptr));
@@ -69,7 +68,7 @@ Result<std::uint32_t> FindBackingFile(const ShownCheckpoint& shown, const FileSe
   std::optional<std::uint32_t> file;
   for (const Segment& segment : all) {
     if (segment.kind == Segment::Kind::kLiteral) continue;
-    // No program stores a file with a part of a tensor, a box or generated text in it.
+    // Files with a part of a tensor, a box, an object or generated text are not searched.
     if (segment.kind != Segment::Kind::kTensor || segment.skip != 0) return NoBackingFileError();
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, opened.index().At(segment.ordinal));
     if (segment.length != tensor.meta.bytes()) return NoBackingFileError();

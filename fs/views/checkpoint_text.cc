@@ -2,8 +2,8 @@
 // The text of checkpoint.json, common.json and extents/KEY.json.
 // checkpoint.json describes a whole checkpoint to programs without our library. Its head (fields of
 // the checkpoint, files, objects) is made once; entries of tensors are rendered block by block
-// while the file is read. The bytes are the same on every machine: they contain no path of the
-// mount, no mount time and no order of a hash table.
+// while the file is read. The bytes contain no path of the mount, no mount time and no order of a
+// hash table, so they are the same on every machine (with foreign files: if their root is).
 #include "fs/views/checkpoint_text.h"
 
 #include <fmt/core.h>
@@ -16,8 +16,7 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-// Keys and names are bytes, which JSON cannot represent: invalid UTF-8 becomes U+FFFD. The
-// attribute user.tensormount.key of the tensor's file has the exact key.
+// Names of files and messages may be invalid UTF-8, which JSON cannot represent: it becomes U+FFFD.
 std::string JsonText(const OrderedJson& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
@@ -89,7 +88,7 @@ Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoin
   const CheckpointIndex& index = opened.index();
   const CheckpointInfo& info = index.info();
   // The user's description of the checkpoint (content metadata) is optional: kNotFound means that
-  // there is none, and any other failure is damage.
+  // there is none, and any other failure is returned.
   const Result<CommonValue> metadata = index.CommonRecord(kContentMetadataRecord);
   if (!metadata.ok() && metadata.status().code() != Code::kNotFound) return metadata.status();
   std::string head = "{\n";

@@ -12,8 +12,9 @@
 #include "fs/formats/generated_text.h"
 #include "fs/views/shown_checkpoint.h"
 
-// The JSON files of a checkpoint. Their text depends only on the records of the checkpoint and on
-// the key map, so that every mount on every machine shows the same bytes.
+// The JSON files of a checkpoint. Their text depends only on the records of the checkpoint (with
+// foreign files: also on the path of their root) and on the key map, so that every mount of it
+// shows the same bytes.
 
 namespace tensormount::fs {
 
@@ -28,9 +29,9 @@ Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoin
 Result<std::string> CommonJson(const CheckpointIndex& index);
 // The text of extents/KEY.json. `opened` must outlive the result.
 // One object: the fields of the tensor as in checkpoint.json, then "extents" with an item for each
-// chunk: region, file, offset, bytes, strides if not packed, hash if known. If the chunks cannot be
-// read, the object has "error" instead of "extents", so that one damaged tensor does not make the
-// whole directory fail to list.
+// chunk: region, file, offset, bytes, strides if not packed, hash if known. If the table of chunks
+// cannot be read, the object has "error" instead of "extents", so that one damaged tensor does not
+// make the whole directory fail to list. A damaged record in the table makes this call fail.
 Result<std::shared_ptr<const GeneratedText>> ExtentsJson(const OpenedCheckpoint& opened,
                                                          const TensorEntry& tensor);
 

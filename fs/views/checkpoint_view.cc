@@ -298,7 +298,7 @@ std::string CheckpointView::PathOf(const Node& node) const {
 
 Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
                                                     const FileSegments& segments) const {
-  // The search for one segment needs only the index, so its result is not cached.
+  // The search for one segment walks over no other tensors, so its result is not cached.
   if (segments.segments().size() == 1) return FindBackingFile(*shown_, segments);
   const Status none(Code::kNotFound, "no single data file contains exactly the bytes of this file");
   // The lock is not held during the search: concurrent opens may both search, with the same result.

@@ -62,7 +62,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
     HfOptions hf;
     // Directories outside of the checkpoint in which its data may be.
     std::vector<std::string> roots;
-    // Ranges that an earlier view of the same checkpoint, or of its files, has verified.
+    // For Open: ranges that an earlier view of the same checkpoint, or of its files, has verified.
     std::shared_ptr<ProvenRanges> proven;
     // Items of slices/ that the kernel knows from an earlier view; null: there are none.
     std::shared_ptr<SliceItems> slices;
@@ -78,15 +78,15 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
                                                             const Uuid& expected,
                                                             const Ownership& ownership,
                                                             const Options& options);
-  // Opens a resolved directory or file in a foreign format. It has no UUID and no commit record, so
-  // views that need these leave them out.
+  // Opens a resolved directory or file in a foreign format. It has no commit record, so
+  // checkpoint.json has no content_root; its UUID is a hash of its path, files and records.
   static Result<std::shared_ptr<const CheckpointView>> OpenForeign(FileSystem& fs,
                                                                    const std::string& path,
                                                                    const Ownership& ownership,
                                                                    const Options& options);
 
-  // Makes the view of a checkpoint that is already open, for exports: they open the source before
-  // the ranks agree on it.
+  // Makes the view of a checkpoint that is already open, for example for exports, which open the
+  // source before the ranks agree on it.
   static Result<std::shared_ptr<const CheckpointView>> FromOpened(
       std::shared_ptr<const OpenedCheckpoint> opened, const Ownership& ownership,
       const Options& options);
@@ -95,8 +95,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   const ServedData& data() const { return *data_; }
   const ShownCheckpoint& shown() const { return *shown_; }
 
-  // All functions below take nodes of this slot. They return kStale for unknown view and item
-  // numbers: the kernel may keep node ids from before a remount.
+  // All functions below take nodes of this slot. Lookup, Stat, List and OpenFile fail (mostly with
+  // kStale) for unknown view and item numbers: the kernel may keep node ids from before a remount.
   Result<Child> Lookup(const Node& folder, std::string_view name) const;
   Result<Attributes> Stat(const Node& node) const;
   // Children from `cookie` on (0: all), without "." and "..", until fn returns false. The second
@@ -104,7 +104,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   using Visit = std::function<bool(const Child& child, std::uint64_t next)>;
   Status List(const Node& folder, std::uint64_t cookie, const Visit& fn) const;
   // Each call makes a new file. A slice or a tensor has few segments; those of a file of many
-  // tensors are shared by all its open files.
+  // tensors are shared by its open files, unless hf/ has dropped them from its cache meanwhile.
   Result<std::shared_ptr<const VirtualFile>> OpenFile(const Node& file) const;
   // Makes an open file of this checkpoint from segments. `path` is used in messages.
   std::shared_ptr<const VirtualFile> Serve(FileSegments segments, const std::string& path,
@@ -143,7 +143,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   // These members are immutable after Prepare, so they are read without a lock. mutex_ guards only
   // the members below it.
   std::shared_ptr<const OpenedCheckpoint> opened_;
-  // Owner and modes of the checkpoint on disk, which all files and directories get.
+  // Owner and modes of the checkpoint on disk (see RestrictToFiles), which all files and
+  // directories get.
   Ownership ownership_;
   Options options_;
   // Seed of InodeOf: the name and UUID of this checkpoint.

@@ -30,7 +30,7 @@ std::unique_ptr<const View> MakeExtentsView(const ShownCheckpoint& shown);
 // objects/KEY: saved objects, byte for byte.
 std::unique_ptr<const View> MakeObjectsView(const ShownCheckpoint& shown);
 // model.safetensors: all tensors that the format supports, as one file. For a source that is one
-// foreign .safetensors file, it has the bytes of that file.
+// foreign .safetensors file, and without a key map, it has the bytes of that file.
 std::unique_ptr<const View> MakeSafetensorsView(const ShownCheckpoint& shown);
 // common.json. If the common values are unreadable, this call fails, and so does the opening of the
 // checkpoint: a checkpoint with a damaged iteration number must not look intact.

@@ -312,7 +312,8 @@ class Planner {
     });
   }
 
-  // Renames an item to the name that torch's planners would give it, if that name is free.
+  // Renames an item to the name that torch's planners would give it, if that name is free and not
+  // reserved.
   void UsePlannerName(std::set<std::string, std::less<>>& names, ByteItem& item) const {
     SavedPath path = PathFromPlannerKeys(PathOf(item));
     std::string dotted = Dotted(path);
@@ -570,7 +571,7 @@ class Planner {
     std::vector<CrcHole> holes;
   };
   // A model has few combinations of type and shape but may have a million tensors, so text and
-  // holes are made once for each combination.
+  // holes are made once for each combination in a data file.
   const Template& TemplateOf(DType dtype, const Dims& shape) {
     const auto [it, added] =
         templates_.try_emplace({dtype, std::vector<std::int64_t>(shape.begin(), shape.end())});
@@ -739,7 +740,7 @@ class Planner {
   }
 
   const ShownCheckpoint& shown_;
-  const std::uint64_t chunk_bytes_;  // Largest number of bytes of a tensor in one item.
+  const std::uint64_t chunk_bytes_;  // DcpOptions::chunk_bytes.
   const std::uint64_t files_;
   const bool megatron_;
   DcpFiles out_;
@@ -747,7 +748,8 @@ class Planner {
   SavedPaths paths_;
   // The names, by tensor number, of tensors whose name and path do not follow from the key.
   std::map<std::uint32_t, std::vector<TensorName>> named_;
-  std::vector<std::string> twins_;  // Names that another tensor or value has too.
+  // Names and keys of what is renamed or left out, because another tensor or value has the name.
+  std::vector<std::string> twins_;
   bool flat_ = false;
   std::vector<ByteItem> byte_items_;
   std::vector<DcpItem> items_;  // Items of the chunks of all tensors.

@@ -18,18 +18,20 @@
 namespace tensormount::fs {
 
 struct DcpOptions {
-  // Largest number of bytes of a tensor in one item. Readers load an item as a whole.
+  // Largest number of bytes of a tensor in one item, unless a single row has more (DcpCut). Readers
+  // load an item as a whole.
   std::uint64_t chunk_bytes = std::uint64_t{512} << 20;
   std::uint32_t files = 1;  // Largest number of data files, which have about the same size.
-  // Makes the files of Megatron-Core's format torch_dist: metadata.json is added, and the common
-  // values are in common.pt instead of in separate items.
+  // Makes the files of Megatron-Core's format torch_dist: metadata.json and common.pt are added.
+  // common.pt is the object of that name; without one it has the common values. Common
+  // values have no items of their own then.
   bool megatron = false;
 };
 
 struct DcpFile {
   std::string name;
   FileSegments segments;
-  std::vector<CrcHole> holes;  // CRCs that are zero until the data were read; sorted by offset.
+  std::vector<CrcHole> holes;  // CRCs that are zero until an export fills them; sorted by offset.
 };
 
 // A sentence about content that DCP cannot hold as it is stored.
@@ -45,7 +47,8 @@ struct DcpFiles {
 };
 
 // Makes the files. Reads no data but the first bytes of objects. torch must have a type for each
-// tensor (TorchHolds). kUnsupported: a tensor and a value would have the same name.
+// tensor (TorchHolds). kUnsupported: two tensors, objects or common values would have the same
+// name, or there are too many bytes.
 Result<DcpFiles> MakeDcpFiles(const ShownCheckpoint& shown, const DcpOptions& options);
 
 // Whether the checkpoint has the common state of Megatron-Core: the object common.pt, or the

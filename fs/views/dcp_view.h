@@ -39,8 +39,8 @@ class DcpView : public View {
 
  private:
   static constexpr std::uint64_t kFirstFile = 2;
-  // Largest number of bytes of a tensor in one item. Readers load whole items, so an item should
-  // not be much larger than the part of the tensor that they need.
+  // DcpOptions::chunk_bytes. Readers load whole items, so an item should not be much larger than
+  // the part of the tensor that they need.
   static constexpr std::uint64_t kChunkBytes = std::uint64_t{64} << 20;
 
   // kNotFound if torch has no type for some tensor. The first call looks at all tensors.

@@ -31,8 +31,8 @@ class FileView : public View {
  protected:
   // `name` must be a literal or outlive this object.
   FileView(std::string_view name, std::int64_t mtime) : name_(name), mtime_(mtime) {}
-  // The content of the file. kNotFound: the checkpoint does not have the file. Called at each open,
-  // maybe by several threads.
+  // The content of the file. kNotFound: the checkpoint does not have the file. Called at each open
+  // and by Size, maybe by several threads.
   virtual Result<FileSegments> Segments() const = 0;
   // Size of Segments(); override if the size is cheaper to get.
   virtual Result<std::uint64_t> Size() const;

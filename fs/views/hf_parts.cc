@@ -92,8 +92,8 @@ Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& show
   std::unique_ptr<HfParts> hf(new HfParts(shown, options));
   TENSORMOUNT_RETURN_IF_ERROR(hf->FindTied(tied_embeddings));
   TENSORMOUNT_RETURN_IF_ERROR(hf->Divide());
-  // A single part with the stored names equals model.safetensors: hf/ then opens that file, which
-  // may use passthrough.
+  // A single part without rules and tied names equals model.safetensors: hf/ then opens that file,
+  // which may use passthrough.
   Part& first = hf->parts_[0];
   if (hf->parts_.size() == 1 && !options.rules && hf->tied_.empty() &&
       whole_bytes > first.data_bytes) {

@@ -27,9 +27,9 @@ namespace tensormount::fs {
 // complete safetensors file, and model.safetensors.index.json, whose "weight_map" maps tensors to
 // files; or one model.safetensors without an index. Readers accept any order within a part; ours is
 // that of model.safetensors, by falling element size.
-// Make passes over the tensors twice: Divide uses upper bounds of header sizes, because the exact
-// size of a header is known only once it was made. Then each part's header is made, for its size,
-// and dropped.
+// Make has two steps: Divide uses upper bounds of header sizes, because the exact size of a header
+// is known only once it was made. Then, unless is_whole(), each part's header is made, for its
+// size, and dropped.
 class HfParts {
  public:
   struct Part {
@@ -43,11 +43,11 @@ class HfParts {
   };
 
   // kInvalidArgument if the rules give two tensors the same name, or one an invalid name. Scans the
-  // keys once; called at mount, so that wrong rules fail there and not when hf/ is opened.
+  // keys once; called when the checkpoint is opened, so that wrong rules fail there and not in hf/.
   static Status CheckRules(const ShownCheckpoint& shown, const HfOptions& options);
-  // Reads every tensor's entry once or twice. `shown` must outlive the result. `whole_bytes`: size
-  // of model.safetensors beside hf/; 0: the checkpoint has none. `tied_embeddings`: the model's
-  // configuration ties the output layer to the input embedding.
+  // Reads every tensor's entry up to three times. `shown` must outlive the result. `whole_bytes`:
+  // size of model.safetensors beside hf/; 0: the checkpoint has none. `tied_embeddings`: the
+  // model's configuration ties the output layer to the input embedding.
   static Result<std::unique_ptr<const HfParts>> Make(const ShownCheckpoint& shown,
                                                      const HfOptions& options,
                                                      std::uint64_t whole_bytes,
@@ -66,7 +66,7 @@ class HfParts {
   Result<FileSegments> Build(std::size_t part) const;
 
   // Whether hf/ has model.safetensors.index.json: with several parts, or if tensors are left out.
-  // Left-out tensors are named only there, in "tensormount_left_out" of the metadata.
+  // In hf/, these tensors are named only there, in "tensormount_left_out" of the metadata.
   bool has_index() const { return parts_.size() > 1 || left_out_ > 0; }
   // The text of the index; this object must outlive it.
   Result<std::shared_ptr<const GeneratedText>> IndexJson() const;
@@ -84,7 +84,8 @@ class HfParts {
   // The names in hf/ of a tensor, several if it is tied; none if the rules drop it.
   std::vector<std::string> NamesOf(std::uint32_t number, const std::string& shown_key) const;
   // Fills tied_. With `tied_embeddings` the names of the output layer are dropped if the tensor has
-  // others, because readers of such models expect only the embedding. Otherwise every name is kept.
+  // others, because readers of such models expect only the embedding. Names that other tensors have
+  // are dropped, too.
   Status FindTied(bool tied_embeddings);
   Status Divide();
   Status RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const;
@@ -92,11 +93,12 @@ class HfParts {
   ShownCheckpoint shown_;
   HfOptions options_;
   std::vector<Part> parts_;
-  std::map<std::uint32_t, std::vector<std::string>> tied_;  // All names of a tensor, by its number.
+  // All names of a tied tensor, by its number.
+  std::map<std::uint32_t, std::vector<std::string>> tied_;
   std::uint64_t further_names_ = 0;
   bool is_whole_ = false;
   std::uint64_t total_bytes_ = 0;  // Bytes of all tensors in the parts.
-  std::uint32_t left_out_ = 0;     // Tensors that the format does not support.
+  std::uint32_t left_out_ = 0;     // Names of tensors that the format does not support.
   // Numbers of the first tensor in the parts and of the first left-out tensor: in the index no
   // comma precedes these.
   std::uint32_t first_held_ = 0;

@@ -27,8 +27,8 @@ namespace tensormount::fs {
 // Items: 1 the directory, 2 the index, from 3 on the carried objects by name, then the parts.
 // Numbers follow from the checkpoint and the options.
 // Carried objects are saved objects with the names of files that from_pretrained looks for:
-// configuration and tokenizer. Lookups of other names must not compute the parts, because
-// transformers probes many files that do not exist.
+// configuration and tokenizer. Only lookups of other names that begin with "model" may compute the
+// parts, because transformers probes many files that do not exist.
 class HfView : public View {
  public:
   // kInvalidArgument if the rules give shown keys invalid or equal names (HfParts::CheckRules).

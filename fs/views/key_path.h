@@ -11,7 +11,7 @@
 
 #include "tensormount/status.h"
 
-// Converts keys to paths below tensors/, npy/, extents/ and objects/, and back (docs/mounting.md,
+// Converts keys to paths below tensors/, objects/ and other views, and back (docs/mounting.md,
 // "Names"). '/' makes directories. Bytes that a filesystem cannot hold, or that would be ambiguous,
 // are escaped with '%', so that different keys never share a path:
 //   %XX   a byte: '%' and '@' always, NUL, the dots of "." and "..", the dot of a final ".npy"

@@ -171,9 +171,9 @@ Status KeyTree::List(const TreeFolder& folder, std::uint64_t from, const Visit& 
   return {};
 }
 
-// Lists files and the first directory after them, and moves `at` behind that directory. Each call
-// scans the source once: to list a hundred subdirectories with a million keys below them, it scans
-// a few keys a hundred times.
+// Lists files and the first directory after them, and moves `at` behind that directory (behind its
+// first key if its keys need not be adjacent). Each call scans the source once: to list a hundred
+// subdirectories with a million keys below them, it scans a few keys a hundred times.
 Status KeyTree::ListFrom(Listing& l) const {
   std::optional<TreeChild> folder;
   std::string folder_prefix;  // Common prefix of the directory's keys; empty for "%+" directories.

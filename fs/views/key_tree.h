@@ -78,7 +78,7 @@ struct TreeChild {
 // searches in the index. Thread-safe if the source is. The source must outlive this object.
 //
 // Lookup: decodes the name to bytes of the key. A search for these bytes finds a file, and a search
-// for these bytes and a '/' finds a directory. O(log n).
+// for these bytes and a '/' finds a directory. O(log n), except for "%+..." names (below).
 // List: scans keys from the cookie on; the first key of a subdirectory reports it, and a search for
 // the end of its prefix skips its other keys. O((files + directories) log n) for a whole listing. A
 // directory of an overlong name ("%+...") costs more: not every key with its prefix is in it,

@@ -25,8 +25,8 @@ namespace tensormount::fs {
 // A subclass supplies the segments of one key's file; for tensors, TensorFilesView below does most
 // of this.
 //
-// Times and sizes come from the index alone. rsync and cp -u compare them, so a directory or file
-// must have the same ones in every mount of the checkpoint and after every restart.
+// Times and sizes follow from the checkpoint alone, not from the mount. rsync and cp -u compare
+// them, so a directory or file must have the same ones in every mount and after every restart.
 // In a view with a suffix (npy/w.npy) directory names that end like the suffix are escaped
 // (key_path.h), so a name with the suffix is a file and one without is a directory.
 class KeyedView : public View {
@@ -53,7 +53,7 @@ class KeyedView : public View {
   // Sets size and mtime of the key's file; the caller has set item, identity and kind. kNotFound:
   // this view has no file for the key. `entry`: the tensor's record if the listing has read it,
   // else null.
-  // Called for every child of a listing, so it should read no data.
+  // Called for every file of a listing, so it should read no data.
   virtual Status StatFile(const KeyNumber& key, const TensorEntry* entry, ViewNode& file) const = 0;
   // Mtime of a directory whose first key is `key`. It is the time of that key's tensor or object,
   // so it changes only together with that time.
@@ -112,8 +112,9 @@ class TensorFilesView : public KeyedView {
     (void)shown;
     return std::nullopt;
   }
-  // When the tensor's bytes last changed, in seconds since 1970. A tensor that was saved again
-  // unchanged keeps its time, so that rsync copies only new data.
+  // Mtime of the tensor's file. By default the time when its bytes last changed, in seconds since
+  // 1970. A tensor that was saved again unchanged keeps its time, so that rsync copies only new
+  // data.
   virtual std::int64_t MtimeOfFile(const TensorEntry& entry) const { return entry.mtime; }
   const ShownCheckpoint& shown() const { return shown_; }
 

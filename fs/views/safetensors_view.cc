@@ -167,9 +167,9 @@ class SafetensorsView : public FileView {
     });
   }
 
-  // Makes a header, because names differ from the index's header, or the index is in memory and has
-  // no header. Uses LayOutSafetensors like the publish, so the same tensors give the same file on
-  // every machine.
+  // Makes a header, because the index's header lacks a key map's names or the names of tied
+  // tensors, or the index is in memory and has no header. Uses LayOutSafetensors like the publish,
+  // so the same tensors give the same file on every machine.
   Status LayOutAnew(std::vector<Segment>& segments, const TiedNames& tied,
                     std::shared_ptr<const std::string>& header) const {
     std::vector<TensorEntry> entries;

@@ -20,9 +20,8 @@ enum class ServeVerify { kOff, kFirst, kAlways };
 
 // Reads the bytes of a checkpoint's tensors and objects with the mount's verification. Bytes that
 // do not match their hash are never remembered as verified. Ranges must lie within the tensor, box
-// or object. Thread-safe. Each opened checkpoint has one. It adds two things to OpenedCheckpoint:
-// the mount's verification, which no view can then bypass by mistake, and boxes with zeros around
-// them.
+// or object. Thread-safe. Each CheckpointView has one. It adds two things to OpenedCheckpoint: the
+// mount's verification, which no view can then bypass by mistake, and boxes with zeros around them.
 class ServedData {
  public:
   using Mapped = OpenedCheckpoint::MappedRange;
@@ -40,10 +39,10 @@ class ServedData {
 
   // MapTensor and MapBox append bytes [offset, offset + size) of the tensor or container to `out`
   // as mapped memory (OpenedCheckpoint::MapPlaced). They return false and append nothing if the
-  // bytes must be read instead: bytes are not in memory now or unverified, a box has zeros around
-  // it, or the ranges are too many.
-  // Pages that are not in memory are not mapped, because the kernel could report an I/O error on
-  // them only as EFAULT; a read reports the cause.
+  // bytes must be read instead: bytes are not in memory now, unverified or in a foreign file, every
+  // read must be verified (kAlways), a box has zeros around it, or the ranges are too many. Pages
+  // that are not in memory are not mapped, because the kernel could report an I/O error on them
+  // only as EFAULT; a read reports the cause.
   bool MapTensor(const TensorEntry& tensor, std::uint64_t offset, std::size_t size,
                  std::vector<Mapped>& out) const;
   bool MapBox(const FileSegments::BoxSource& box, std::uint64_t offset, std::size_t size,

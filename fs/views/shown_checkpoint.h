@@ -42,8 +42,8 @@ class ShownObjects {
 };
 
 // The inputs of a checkpoint's views. With --map, shown keys, their numbers and their directories
-// differ from the stored ones, so a view takes names from here and only bytes from `opened`; a view
-// that mixed both would show stored keys. All referenced objects outlive the views.
+// differ from the stored ones, so a view takes these from the other members and not from `opened`;
+// a view that mixed both would show stored keys. All referenced objects outlive the views.
 // The struct has only references and a pointer, so it is cheap to copy. CheckpointView owns the
 // objects.
 struct ShownCheckpoint {
@@ -54,8 +54,8 @@ struct ShownCheckpoint {
   const ShownObjects& objects;
   const KeyMap* map = nullptr;  // Null: keys are shown as stored.
 
-  // The tensor with this number in `tensors`, or in `layers` if the key is hidden. kStale if no
-  // tensor has the number.
+  // The tensor with this number in `tensors`, or in `layers` if the key is hidden. kStale or
+  // kNotFound if no tensor has the number.
   Result<ShownTensor> TensorAt(const KeyNumber& key) const;
   // The stored key of tensor number `n`, which is shown as `shown_key`.
   Result<std::string> StoredTensorKey(std::uint32_t n, std::string_view shown_key) const;

@@ -37,19 +37,20 @@ struct ShownTensor {
 };
 
 // Keys of tensors, numbered in byte order. Without a key map a number is the tensor's ordinal; with
-// one it differs, because the index sorts by stored keys and directories by shown ones. Numbers are
-// part of node ids, so they are stable while the checkpoint is open. Thread-safe.
+// one it may differ, because the index sorts by stored keys and directories by shown ones. Numbers
+// are part of node ids, so they are stable while the checkpoint is open. Thread-safe.
 // There are two implementations: without a key map, which reads the index on demand, and with a key
 // map, which has keys and ordinals in memory.
 class ShownTensors : public KeySource {
  public:
-  // The record of a tensor, with the shown key and the ordinal in the index. kStale: no tensor has
-  // this number.
+  // The record of a tensor, with the shown key and the ordinal in the index. kStale (with a key
+  // map) or kNotFound: no tensor has this number.
   virtual Result<TensorEntry> EntryAt(std::uint32_t number) const = 0;
   // The key in the index. The attribute stored_key shows it, and exports need it for recorded
   // paths.
   virtual Result<std::string> StoredKeyAt(std::uint32_t number) const = 0;
-  // Whether all tensors are shown under their stored keys, so that numbers are ordinals.
+  // Whether there is no key map: tensors are shown under their stored keys, and numbers are
+  // ordinals.
   virtual bool has_own_keys() const = 0;
   virtual std::uint64_t bytes() const = 0;  // Bytes of all shown tensors.
   virtual std::uint64_t chunks() const = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// slices/: any box of any tensor as a file, created at lookup. Nothing is listed, because the
-// number of boxes is unlimited. Nodes of boxes are kept while the kernel knows them.
+// slices/: any box of any tensor as a file, created at lookup. Nothing is listed, because a
+// tensor has too many boxes. Nodes of boxes are kept while the kernel knows them.
 #include "fs/views/slices_view.h"
 
 #include <algorithm>

@@ -66,7 +66,7 @@ class SliceItems {
 
 // slices/KEY[0:4096,:,7], slices/KEY@0:4096,:,7 and both with ".npy": any box of any tensor (or
 // layer of a stack) as a packed file (docs/mounting.md, "Slices"). Nothing is listed. All spellings
-// of a box are one item.
+// of one file are one item.
 //
 // This is the only view with items created on demand, since a tensor has more boxes than 40 bits
 // can count. Lookup creates an item and counts a reference for the kernel, Forget releases
@@ -82,8 +82,9 @@ class SlicesView : public View {
 
   std::string_view name() const override { return "slices"; }
   Result<ViewNode> Stat(std::uint64_t item) const override;
-  // Finds or makes an item. kNotFound: no tensor has the name, or the slice is invalid or out of
-  // range; kInvalidArgument if a box of a type under a byte begins or ends inside a byte.
+  // Finds or makes an item. kNotFound: no tensor has the name, the slice is invalid or out of
+  // range, or .npy does not support the dtype; kInvalidArgument if a box of a type under a byte
+  // begins or ends inside a byte.
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
   Result<FileSegments> Open(std::uint64_t file) const override;

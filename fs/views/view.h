@@ -16,7 +16,7 @@ namespace tensormount::fs {
 
 // Attributes of a node of a view.
 struct ViewNode {
-  // Item number, below kMaxItems. A node always has the same number.
+  // Item number, below kMaxItems. A node keeps its number while the kernel knows it.
   std::uint64_t item = 0;
   bool folder = false;
   std::uint64_t size = 0;  // Number of bytes, for a file.
@@ -54,8 +54,8 @@ class View {
   // that programs that copy trees read each byte once.
   virtual bool listed_by_default() const { return false; }
 
-  // Stat, Lookup, List and Open return kStale for unknown items. Stat(kRoot) returns kNotFound if
-  // the checkpoint does not have this view.
+  // Stat, Lookup, List and Open fail for unknown items, mostly with kStale. Stat(kRoot) returns
+  // kNotFound if the checkpoint does not have this view.
   virtual Result<ViewNode> Stat(std::uint64_t item) const = 0;
   // The child of a directory. kNotFound: no child has the name; ENOTDIR: `folder` is a file.
   virtual Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const = 0;

@@ -34,7 +34,8 @@ class VirtualFile {
   const std::string& label() const { return label_; }
   // Whether reads access data files, and so may block as long as storage does.
   bool reads_data() const { return segments_.reads_data(); }
-  // Whether the bytes behind this open never change and may be cached.
+  // Whether the bytes behind this open never change (a changed foreign file fails reads) and may be
+  // cached.
   bool immutable() const { return view_ != nullptr; }
 
   // Reads up to `size` bytes from `offset`, fewer only at the end of the file. kDataLoss: the bytes
@@ -42,9 +43,10 @@ class VirtualFile {
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size,
                            ReadStats* stats) const;
   // Bytes [offset, offset + size) as mapped memory, in at most OpenedCheckpoint::kMaxMapped ranges,
-  // in order, for a system call. Empty if the bytes must be read instead (generated text, objects,
-  // short runs, zeros, pages not in memory, unverified bytes). Never only a part of the bytes,
-  // because a reply is either spliced or copied. The ranges keep their memory mapped.
+  // in order, for a system call. Empty if the bytes must be read instead (files of text, objects,
+  // foreign files, many short runs, zeros, pages not in memory, unverified bytes). Never only a
+  // part of the bytes, because a reply is either spliced or copied. The ranges keep their memory
+  // mapped.
   std::vector<OpenedCheckpoint::MappedRange> Map(std::uint64_t offset, std::size_t size) const;
 
   // Path of the stored file that has exactly the bytes of this file, as passthrough requires.
@@ -61,8 +63,9 @@ class VirtualFile {
   // Converts `info`, which Stat of the backing file returned, to a stamp of that file.
   FileStamp StampOf(const Backing& backing, const FileInfo& info) const;
 
-  // The verification state of the backing file's current bytes. The kernel may read a file itself
-  // only after all of its bytes were verified once, because later reads are not checked.
+  // The verification state of the backing file's current bytes. Unless --verify is off or there
+  // are no hashes, the kernel may read a file itself only after all of its bytes were verified
+  // once, because later reads are not checked.
   struct Proof {
     bool hashed = false;                 // The index has hashes of the file's bytes.
     bool whole = false;                  // All bytes were verified since the file last changed.
@@ -70,9 +73,11 @@ class VirtualFile {
     FileStamp stamp;
   };
   Result<Proof> ProofOf(const Backing& backing) const;
-  // Compares every unverified byte with its hash. Between steps it calls `proceed`, if there is
-  // one, with the number of bytes done. kCancelled: `proceed` returned false. kDataLoss: bytes are
-  // damaged. kUnavailable: the file changes meanwhile, or its bytes have no hashes.
+  // Verifies every unverified byte: stored bytes are compared with their hashes, bytes that the
+  // view makes (headers) are made again and compared with the file. Between steps it calls
+  // `proceed`, if there is one, with the number of bytes done. kCancelled: `proceed` returned
+  // false. kDataLoss: stored bytes are damaged. kUnavailable: the file changes meanwhile, has other
+  // made bytes, or its stored bytes have no hashes.
   // Takes minutes for large files, so run it on a separate thread. Verified bytes are remembered,
   // so a repeated call continues after a cancelled one.
   using Proceed = std::function<bool(std::uint64_t done)>;

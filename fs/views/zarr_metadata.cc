@@ -197,7 +197,8 @@ Result<std::shared_ptr<const GeneratedText>> ZarrRootJson(const ShownTensors& te
       R"({{"zarr_format": 3, "node_type": "group", "attributes": {{"tensormount_left_out": [{}]}}, )"
       R"("consolidated_metadata": {{"kind": "inline", "must_understand": false, "metadata": {{)",
       left_out);
-  // Entries and grids are made again at each rendering, so that nothing is kept for each tensor.
+  // Entries and grids are made again at each rendering, so that only keys of left-out tensors are
+  // kept.
   auto render = [&tensors, &tree, first_said, grids = std::move(grids)](
                     std::uint32_t first, std::uint32_t count, std::string& out) {
     return ScanTensors(tensors, tree, first, count, [&](const Scanned& tensor) -> Status {

@@ -20,8 +20,8 @@
 namespace tensormount::fs {
 
 // File name of the metadata of every group and array. A reader opens the file of the root first,
-// whose consolidated metadata contain all others. Each is one line, because the root's file repeats
-// it.
+// whose consolidated metadata contain all others. The others are one line each, because the root's
+// file repeats them.
 inline constexpr std::string_view kZarrJson = "zarr.json";
 
 // The Zarr type of elements of this dtype: the same type if the core specification has it, else the

@@ -27,9 +27,9 @@ namespace tensormount::fs {
 //   1 | first key of the directory | depth | 0 group, 1 its zarr.json
 // with as many bits for tensors as their count needs.
 //
-// Items are computed, so an array of a million chunks costs nothing until chunks are opened. Grids
+// Items are computed, so an array of a million chunks costs nothing until it is accessed. Grids
 // are in a small cache, because a reader opens all chunks of one array, then those of the next.
-// zarr/zarr.json is made at the first access, which reads the extents of every tensor.
+// zarr/zarr.json is made at the first access, which reads the extents of tensors of several chunks.
 class ZarrView : public View {
  public:
   // `shown` must outlive this object.
@@ -65,8 +65,8 @@ class ZarrView : public View {
   // The item number; ZarrItemOf is the inverse. ZarrItemOf checks only the ranges of number and
   // depth; Resolve checks that the array and the chunk exist.
   std::uint64_t ItemOf(const ZarrItem& item) const;
-  // Decodes an item number. kStale for numbers that ItemOf does not make; kNotFound if the
-  // checkpoint has too many tensors for this view.
+  // Decodes an item number. kStale if a field is out of range; kNotFound if the checkpoint has too
+  // many tensors for this view.
   Result<ZarrItem> ZarrItemOf(std::uint64_t item) const;
   Result<ResolvedItem> Resolve(const ZarrItem& item) const;
   Result<std::shared_ptr<const ZarrGrid>> GridOf(std::uint32_t number,

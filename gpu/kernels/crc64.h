@@ -11,7 +11,7 @@
 // The contribution of a region to the digest of its tensor (shard/strided_digest.h), piece by
 // piece: the CRC-64/NVME of a piece that is one run of the tensor's row-major bytes, shifted by the
 // number of tensor bytes after it. Contributions are combined by exclusive or, in any order, so
-// each thread processes some pieces, and all threads combine their results in one word.
+// each thread processes some pieces, and all threads combine their results in the digest's word.
 
 namespace tensormount::kernels {
 

@@ -17,8 +17,8 @@
 
 namespace tensormount::kernels {
 
-// Number of copies, or regions of digests, per launch. Batching makes many small tensors cheap; the
-// parameters travel with the launch.
+// Number of strided copies, or regions of digests, per launch. Batching makes many small tensors
+// cheap; the parameters travel with the launch.
 inline constexpr int kBatch = 32;
 // Largest size of launch parameters from compute capability 7.0 and CUDA 12.1 on.
 // Source: CUDA C++ Programming Guide, kernel parameters.
@@ -51,7 +51,7 @@ struct Batch {
   const std::uint8_t* from[kBatch] = {};
   std::uint64_t pieces() const { return begin[count]; }
 };
-// Strided copies in pieces of WordOf bytes, a thread per piece.
+// Strided copies in pieces of WordOf bytes or less (AddCopy), a thread per piece.
 struct CopyJob {
   Batch batch;
   std::uint8_t* to[kBatch] = {};

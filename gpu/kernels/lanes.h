@@ -29,7 +29,7 @@ namespace tensormount::kernels {
 
 inline constexpr int kLanes = 32;
 
-// The widest word that a device loads in one instruction.
+// The widest word that kernels load in one instruction.
 struct alignas(16) Word16 {
   std::uint64_t low;
   std::uint64_t high;

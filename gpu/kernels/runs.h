@@ -6,8 +6,8 @@
 
 #include "gpu/kernels/lanes.h"
 
-// Copies that are contiguous on both sides, at any alignment. They are used for small tensors, of
-// which there are many.
+// Copies that are contiguous on both sides, at any alignment. Most are of small tensors, of which
+// there are many.
 
 namespace tensormount::kernels {
 

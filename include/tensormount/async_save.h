@@ -74,8 +74,8 @@ class TENSORMOUNT_EXPORT SaveHandle {
   // The progress of this rank. Never blocks.
   SaveProgress progress() const;
   // Requests cancellation and returns at once. The ranks vote: if the request is in time, the save
-  // fails on all ranks with kCancelled and the rank that asked; if the request is too late, the
-  // save commits on all ranks.
+  // fails on all ranks with kCancelled and the rank that asked; if the request is too late, it has
+  // no effect on any rank.
   void Cancel();
 
   struct Rep;  // Internal.
@@ -92,10 +92,11 @@ class TENSORMOUNT_EXPORT SaveHandle {
 // Saves in the background over channels of a communicator, with staging memory that is reused. Make
 // one saver per job and keep it. Save waits for no other rank, except that while two saves are in
 // progress a third call waits for the first of them to end (with AsyncOptions::stage_in_background
-// the third save is queued instead). Generations follow the order of the calls: `latest` never
-// moves back, and of several saves that replace one name the last one stays. Every rank calls Save
-// in the same order, from one thread at a time. After fork(), inherited savers and handles return
-// kUnsupported in the child, and the child's exit waits for no save.
+// the third save is queued instead), and a call that exceeds AsyncOptions::staging_bytes waits for
+// an earlier save. Generations follow the order of the calls: `latest` never moves back, and of
+// several saves that replace one name the last one stays. Every rank calls Save in the same order,
+// from one thread at a time. After fork(), inherited savers and handles return kUnsupported in the
+// child, and the child's exit waits for no save.
 //
 // Example:
 //

@@ -94,8 +94,8 @@ TENSORMOUNT_EXPORT std::optional<std::int64_t> CheckedProduct(const Dims& extent
 class TENSORMOUNT_EXPORT Box {
  public:
   Box() = default;  // The one element of a scalar.
-  // kInvalidArgument: `begin` and `extent` have different numbers of axes, or more than kMaxAxes; a
-  // number is negative; begin + extent or the volume exceeds 2^63 - 1.
+  // kInvalidArgument: `begin` and `extent` have different numbers of axes; a number is negative;
+  // begin + extent or the volume exceeds 2^63 - 1.
   static Result<Box> Make(const Dims& begin, const Dims& extent);
   // The box of a whole tensor, whose `shape` must have been checked.
   static Box Whole(const Dims& shape);
@@ -145,7 +145,7 @@ class TENSORMOUNT_EXPORT Region {
   static Result<Region> Flat(const Box& of, std::int64_t first, std::int64_t count);
 
   bool is_flat() const { return flat_; }
-  // The box itself, or the box whose row-major order the flat range counts in.
+  // The box itself, or the smallest box around a flat range, in whose row-major order it counts.
   const Box& box() const { return box_; }
   std::int64_t flat_first() const { return first_; }  // Start of the flat range; 0 for a box.
   std::int64_t volume() const { return flat_ ? count_ : box_.volume(); }
@@ -153,7 +153,7 @@ class TENSORMOUNT_EXPORT Region {
   bool Within(const Dims& shape) const { return box_.Within(shape); }
 
   friend bool operator==(const Region& a, const Region& b);
-  // Text such as "[0:4, 0:8]" for a box, "[0:4, 0:8] flat 5:17" for a flat range.
+  // Text such as "[0:4, 0:8]" for a box, "[0:3, 0:8] flat 5:17" for a flat range.
   std::string ToString() const;
 
   // The disjoint boxes that make up a region, in row-major order: one for a box, at most 2 *

@@ -17,9 +17,9 @@
 // NUL-terminated. Pointers must not be NULL unless the comment allows it.
 //
 // After fork(), the child has the handles of its parent, but neither its threads nor its place
-// among the ranks. Checkpoints, communicators, savers and jobs made before the fork return
-// TM_UNSUPPORTED there, with a message that names the object, and freeing them does nothing. The
-// child opens and makes its own.
+// among the ranks. Checkpoints and their files, communicators, TCP groups, savers and jobs made
+// before the fork return TM_UNSUPPORTED there, with a message that names the object, and freeing
+// them does nothing. The child opens and makes its own.
 //
 // Threads: several threads may use one checkpoint at the same time; every other object is for one
 // thread at a time, unless its comment says otherwise. Several threads may use one communicator
@@ -67,7 +67,7 @@ enum {
   TM_BUSY = 10,
   TM_STALE = 11,        // The checkpoint or staging directory no longer exists.
   TM_UNKNOWN = 12,      // Cannot tell whether the commit happened.
-  TM_UNSUPPORTED = 13,  // Not built in, or a newer format or structure.
+  TM_UNSUPPORTED = 13,  // Not built in, not possible here, or a newer format or structure.
   TM_CANCELLED = 14,
   TM_INTERNAL = 15  // A bug in tensormount.
 };
@@ -98,8 +98,8 @@ TM_EXPORT const char* tm_version(void);
 
 // ---- Logging -------------------------------------------------------------------------------
 
-// The library logs only events that no return value can report, to standard error unless a sink is
-// set. Level and sink are process-wide.
+// The library logs little (tensormount/log.h), to standard error unless a sink is set. Level and
+// sink are process-wide.
 typedef int32_t tm_log_level;
 enum { TM_LOG_DEBUG = 0, TM_LOG_INFO = 1, TM_LOG_WARNING = 2, TM_LOG_ERROR = 3 };
 // Drops log lines below `level`. The level at the start is TM_LOG_WARNING.
@@ -115,7 +115,8 @@ TM_EXPORT tm_status tm_set_log_sink(tm_log_sink sink, void* context);
 // Allows the library to read files through mmap, the fastest way to read short runs. A SIGBUS that
 // a page raises inside a library function becomes that function's error; every other SIGBUS goes to
 // the previous handler. Call it once per process, after the program has set its own handlers; see
-// tensormount/mapping_guard.h. TM_UNSUPPORTED if the system refuses.
+// tensormount/mapping_guard.h. TM_UNSUPPORTED if the system refuses, or if our handler was
+// replaced.
 TM_EXPORT tm_status tm_enable_mapping_guard(void);
 
 // ---- Memory that is handed out -------------------------------------------------------------
@@ -221,8 +222,8 @@ typedef struct tm_checkpoint tm_checkpoint;
 
 // Opens a checkpoint for reading. `path`: a checkpoint ("STORE/step-1000"), "STORE/latest" or
 // "STORE" (its latest checkpoint), or a checkpoint in a foreign format (docs/formats-adopted.md).
-// Freed with tm_checkpoint_close. TM_NOT_FOUND, TM_DATA_LOSS, TM_UNSUPPORTED (written in a newer
-// format).
+// Freed with tm_checkpoint_close. TM_NOT_FOUND, TM_DATA_LOSS, TM_UNSUPPORTED (a newer or unknown
+// format), TM_PERMISSION_DENIED (data outside the checkpoint that no root covers).
 TM_EXPORT tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out);
 typedef struct tm_open_options {
   uint32_t struct_size;
@@ -245,8 +246,9 @@ TM_EXPORT void tm_checkpoint_close(tm_checkpoint* checkpoint);
 TM_EXPORT const char* tm_checkpoint_path(const tm_checkpoint* checkpoint);
 TM_EXPORT const char* tm_checkpoint_uuid(const tm_checkpoint* checkpoint);
 
-// Lists of the keys of tensors, of the keys of objects, and of problems that did not prevent
-// opening. Freed with tm_list_free.
+// Lists of the keys of tensors, of the keys of objects, and of warnings: problems that did not
+// prevent opening or later reads, and which checkpoint of a store was opened. Freed with
+// tm_list_free.
 TM_EXPORT tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list** out);
 TM_EXPORT tm_status tm_checkpoint_objects(const tm_checkpoint* checkpoint, tm_list** out);
 TM_EXPORT tm_status tm_checkpoint_warnings(const tm_checkpoint* checkpoint, tm_list** out);
@@ -256,7 +258,7 @@ typedef struct tm_tensor_info {
   uint32_t struct_size;  // Set before the call.
   uint32_t dtype;
   int32_t rank;
-  int32_t has_digest;  // 1: `digest` is valid. 0 for foreign formats.
+  int32_t has_digest;  // 1: `digest` is valid. 0 for foreign formats and for layers.
   uint64_t bytes;
   uint64_t digest;  // CRC-64/NVME of the row-major bytes.
   int64_t shape[TM_MAX_RANK];
@@ -270,8 +272,8 @@ TM_EXPORT tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const 
 //   TM_NOT_FOUND         no such tensor
 //   TM_INVALID_ARGUMENT  region, dtype or shape do not fit
 //   TM_DATA_LOSS         stored bytes are missing or damaged; what `out` holds is undefined
-// Reads of at least 8 MiB, or of thousands of short runs, use one thread per core, at most 8. These
-// threads have ended when the call returns.
+// A read uses one thread for each 4 MiB, or for each 1,024 short runs; at most one per core, and at
+// most 8. These threads have ended when the call returns.
 TM_EXPORT tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
                                        const tm_region* region, const tm_buffer* out);
 // Reads bytes [offset, offset + size) of the row-major byte string of a tensor.
@@ -398,7 +400,7 @@ enum { TM_TCP_TOKEN_BYTES = 32 };
 typedef struct tm_tcp_options {
   uint32_t struct_size;
   uint32_t no_unix_sockets;    // 1: TCP also between ranks of one machine.
-  const char* interface_name;  // NULL: GLOO_SOCKET_IFNAME, or else all interfaces that are up.
+  const char* interface_name;  // As TcpOptions::interface (tensormount/tcp_group.h); may be NULL.
   // A numeric address of this machine, instead of an interface; may be NULL.
   const char* address;
   uint32_t first_port;  // Port range to listen on; 0 and 0: any port.
@@ -411,7 +413,7 @@ typedef struct tm_tcp_options {
   int64_t leave_wait_ms;
 } tm_tcp_options;
 // Opens the sockets on which this rank listens. `options` may be NULL. TM_NOT_FOUND: no such
-// interface.
+// interface, or it is down or has no usable address; or the machine has no interface at all.
 TM_EXPORT tm_status tm_tcp_listen(const tm_tcp_options* options, tm_tcp** out);
 // The address of this rank: printable ASCII without blanks, at most 512 characters. Not secret.
 // Valid until tm_tcp_free. NULL for NULL.
@@ -429,8 +431,8 @@ TM_EXPORT void tm_tcp_free(tm_tcp* tcp);
 
 // The processes of an MPI job; the functions are in libtensormount_mpi. tm_mpi_init initialises MPI
 // if the program has not; in this case tm_mpi_free finalises MPI, unless tm_mpi_abandon was called
-// (after a failure, finalising would wait for dead ranks). TM_UNSUPPORTED without MPI. Free the
-// communicators before the tm_mpi.
+// (after a failure, finalising would wait for dead ranks), messages are unfinished or ranks do not
+// come. TM_UNSUPPORTED without MPI. Free the communicators before the tm_mpi.
 typedef struct tm_mpi tm_mpi;
 TM_EXPORT tm_status tm_mpi_init(tm_mpi** out);
 TM_EXPORT tm_status tm_mpi_world(tm_mpi* mpi, tm_communicator** out);
@@ -456,7 +458,7 @@ typedef struct tm_shard {
   int32_t replica;
   const int64_t* global_shape;
   int32_t global_rank;      // Number of axes of the whole tensor.
-  int32_t metadata_only;    // 1: `data` has no memory, for tm_validate.
+  int32_t metadata_only;    // 1: `data` has no memory; for tm_validate and tm_dump_spec.
   const tm_region* region;  // NULL: the whole tensor.
   // The memory of the region. It belongs to the caller, and must stay valid until the save or load
   // has ended.
@@ -508,8 +510,8 @@ TM_EXPORT tm_status tm_state_want_object(tm_state* state, const char* key, const
                                          const int64_t* grid, int32_t rank);
 
 // These functions set values as JSON (the form of common.json): set_common a value that is equal on
-// all ranks, set_rank_common a value of this rank, set_metadata a JSON object about the whole
-// checkpoint, set_local a value that is not stored (the load report returns it).
+// all ranks that set it, set_rank_common a value of this rank, set_metadata a JSON object about the
+// whole checkpoint, set_local a value that is not stored (the load report returns it).
 TM_EXPORT tm_status tm_state_set_common(tm_state* state, const char* name, const char* json);
 TM_EXPORT tm_status tm_state_set_rank_common(tm_state* state, const char* name, const char* json);
 TM_EXPORT tm_status tm_state_set_metadata(tm_state* state, const char* json);
@@ -600,7 +602,7 @@ typedef struct tm_save_options {
   const char* inherit;
   // Retention rules as in tm_store_prune. Rank 0 applies them after the commit; NULL: none.
   const char* retention;
-  int32_t ephemeral;  // 1: temporary; the next committed save removes it.
+  int32_t ephemeral;  // 1: temporary; the next committed save removes it, unless it is pinned.
   int32_t reserved2;
 } tm_save_options;
 
@@ -612,6 +614,8 @@ TM_EXPORT void tm_save_report_free(tm_save_report* report);
 //   TM_INVALID_ARGUMENT    the shards do not cover a tensor exactly, or dtype, shape or options
 //                          differ between ranks
 //   TM_ALREADY_EXISTS      the name is taken
+//   TM_PERMISSION_DENIED   the checkpoint to replace is pinned, or the store cannot be written
+//   TM_NOT_FOUND           no checkpoint has the name `reuse_from` or `inherit`
 //   TM_DATA_LOSS           replicas differ
 //   TM_RESOURCE_EXHAUSTED  disk full, on some rank
 //   TM_DEADLINE_EXCEEDED, TM_UNAVAILABLE  a rank died or did not come; the message names it
@@ -664,8 +668,8 @@ TM_EXPORT const char* tm_save_report_note(const tm_save_report* report);
 // Data files that this rank wrote, wholly or in part ("data/..."); and warnings.
 TM_EXPORT tm_status tm_save_report_files(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out);
-// Rank 0 only: checkpoints removed by the retention rules; and those that could not be removed,
-// with the reason.
+// Rank 0 only: checkpoints removed by the retention rules or because they are ephemeral; and what
+// failed (SaveReport::not_pruned), with the reason.
 TM_EXPORT tm_status tm_save_report_pruned(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_not_pruned(const tm_save_report* report, tm_list** out);
 
@@ -810,8 +814,10 @@ TM_EXPORT void tm_load_report_free(tm_load_report* report);
 // Collective: fills the buffers of `request` in place, whatever sharding the checkpoint was saved
 // with. Every rank gets the same result. `options` and `report` may be NULL.
 //   TM_NOT_FOUND         no such checkpoint, or keys that are not stored
-//   TM_INVALID_ARGUMENT  shape, dtype or grid differ and no rule allows it
+//   TM_INVALID_ARGUMENT  shape, dtype or grid differ and no rule allows it; or keys that no rank
+//                        requests, with TM_STRICT_RAISE
 //   TM_DATA_LOSS         stored bytes are missing or damaged
+//   TM_STALE             the ranks opened different checkpoints
 TM_EXPORT tm_status tm_load(const tm_state* request, const char* path,
                             tm_communicator* communicator, const tm_load_options* options,
                             tm_load_report** report);

@@ -15,7 +15,8 @@ extern "C" {
 
 // The operations of the command `tensormount` (docs/cli.md) as functions. Results are JSON with the
 // fields that the command prints with --json; later versions may add fields. JSON is freed with
-// tm_free. The calls block on storage; only tm_export waits for other processes (its ranks).
+// tm_free. The calls block on storage; tm_export waits for its ranks, tm_store_publish for mounts,
+// and calls that remove checkpoints or change the policy up to 10 s for a prune by another process.
 
 // The checkpoints of a store by name: an array of {"checkpoint", "uuid", "generation", "latest"}. A
 // checkpoint that cannot be read also has "problem"; the others also have "created" (seconds since
@@ -48,7 +49,7 @@ typedef struct tm_pin_options {
 // Pins "STORE/NAME": retention rules keep it, and only `force` removes it. Returns {"uuid", "name",
 // "reason", "by", "created", "expires", "expired"}. `options` and `json` may be NULL.
 TM_EXPORT tm_status tm_store_pin(const char* path, const tm_pin_options* options, char** json);
-// Removes the pin of "STORE/NAME". TM_NOT_FOUND: it is not pinned.
+// Removes the pin of "STORE/NAME". TM_NOT_FOUND: no such checkpoint, or it is not pinned.
 TM_EXPORT tm_status tm_store_unpin(const char* path);
 // All pins of a store: an array of objects as in tm_store_pin. A pin that cannot be read has
 // "problem" and still protects its checkpoint.
@@ -59,11 +60,12 @@ typedef struct tm_prune_options {
   int32_t dry_run;    // 1: only reports.
   const char* rules;  // NULL: "policy".
 } tm_prune_options;
-// Removes the checkpoints that no rule keeps: {"rules", "dry_run", "removed": a count,
-// "checkpoints": [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", "failed"}]}, in
-// the order of PruneReport::decisions. `options` and `json` may be NULL. On failure nothing was
-// removed: the newest checkpoint does not pass a quick verification, the policy is damaged or
-// written by a newer version, or another process prunes (TM_BUSY).
+// Removes the checkpoints that the rules do not keep: {"rules", "dry_run", "removed": a count,
+// "checkpoints": [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", "failed"}],
+// ...}, the checkpoints in the order of PruneReport::decisions. `options` and `json` may be NULL.
+// On failure nothing was removed: for example the newest checkpoint does not pass a quick
+// verification, the policy is damaged or written by a newer version, or another process prunes
+// (TM_BUSY).
 TM_EXPORT tm_status tm_store_prune(const char* store, const tm_prune_options* options, char** json);
 // The rules stored in the store: {"rules": a string, or null}. tm_store_set_policy with NULL
 // removes the rules.
@@ -76,11 +78,14 @@ typedef struct tm_publish_options {
   int64_t wait_ms;   // How long to wait for unfinished mounts and open files; 0: one try.
 } tm_publish_options;
 // Publishes the files that mounts wrote below "STORE/.staging/NAME": {"checkpoint", "uuid",
-// "generation", "tensors", "chunks", "bytes", "mounts"}. `options` and `json` may be NULL. On
-// failure the staging directory is unchanged, and its report.json gives the reason.
+// "generation", "tensors", "chunks", "bytes", "mounts", ...}. `options` and `json` may be NULL. On
+// failure the files that mounts wrote stay; report.json beside them gives the reason, except with
+// TM_UNKNOWN and if another process publishes.
 //   TM_UNAVAILABLE, TM_BUSY  a mount is not finished, or has files open
 //   TM_DATA_LOSS             bytes are missing, or differ between mounts
 //   TM_INVALID_ARGUMENT      invalid path or checkpoint name, or no schema
+//   TM_ALREADY_EXISTS        the name is taken
+//   TM_UNKNOWN               published, but a power cut may undo that
 TM_EXPORT tm_status tm_store_publish(const char* staging, const tm_publish_options* options,
                                      char** json);
 typedef struct tm_gc_options {
@@ -100,12 +105,12 @@ typedef struct tm_copy_options {
   tm_task* task;        // May be NULL.
 } tm_copy_options;
 // Copies checkpoints ("STORE/NAME", "STORE/latest", or "STORE" for all) to another store, as the
-// same checkpoints; see CopyCheckpoints in tensormount/store_copy.h. With several sources the
+// same checkpoints; see CopyCheckpoints in tensormount/store_copy.h. With several checkpoints the
 // status is about the call, *all is 1 if every checkpoint is now in the destination, and the report
 // lists each: {"destination", "checkpoints": [{"event": "copied", "there" or "failed",
 // "checkpoint", "uuid", "generation", "bytes", "bytes_copied", "bytes_linked", ..., and on failure
-// "code" and "message"}]}. With a single source its failure fails the call. `options`, `all` and
-// `json` may be NULL.
+// "code" and "message"}]}. If there is only one checkpoint to copy, its failure fails the call.
+// `options`, `all` and `json` may be NULL.
 //   TM_NOT_FOUND, TM_STALE  no such source, or it was deleted meanwhile
 //   TM_INVALID_ARGUMENT     the destination is the source, or cannot be a store
 //   TM_ALREADY_EXISTS       the destination has another checkpoint of this name, or this
@@ -113,6 +118,7 @@ typedef struct tm_copy_options {
 //   TM_DATA_LOSS            the source is damaged
 //   TM_UNSUPPORTED          the data lie outside the store (an adopted checkpoint)
 //   TM_BUSY                 another copy of the checkpoint is in progress
+//   TM_UNKNOWN              cannot tell whether it is published, or a power cut may undo that
 //   TM_RESOURCE_EXHAUSTED, TM_CANCELLED  the next copy continues this one
 TM_EXPORT tm_status tm_store_copy(const char* const* sources, size_t source_count,
                                   const char* destination, const tm_copy_options* options,
@@ -120,7 +126,7 @@ TM_EXPORT tm_status tm_store_copy(const char* const* sources, size_t source_coun
 
 typedef struct tm_verify_options {
   uint32_t struct_size;
-  int32_t quick;    // 1: only commit record, lengths and index; no data are read.
+  int32_t quick;    // 1: only commit record, manifests, index and lengths; no data are read.
   int32_t threads;  // 0: one per core.
   int32_t reserved;
   const char* const* roots;  // Directories where data of adopted checkpoints may lie.
@@ -152,6 +158,7 @@ typedef struct tm_repair_options {
 //   TM_DATA_LOSS         COMMIT is lost, and `from` is not a copy of this checkpoint
 //   TM_UNSUPPORTED       an adopted checkpoint
 //   TM_BUSY              another repair is in progress in this store
+//   TM_RESOURCE_EXHAUSTED  no space for the new file
 TM_EXPORT tm_status tm_repair(const char* path, const char* from, const tm_repair_options* options,
                               int32_t* whole, char** json);
 
@@ -225,11 +232,12 @@ typedef struct tm_export_options {
   const char* const* roots;  // Trusted directories, as in tm_open_options.
   size_t root_count;
 } tm_export_options;
-// Collective: exports any source that tm_checkpoint_open opens. Each byte is read and verified
-// once, and the ranks share the work. `destination` appears complete and durable in one step, or
-// not at all: {"path", "format", "ranks", "files", "tensors", "bytes", "bytes_written",
-// "files_cloned", "files_linked", "plan_seconds", "write_seconds", "sync_seconds", "notes",
-// "warnings"}. `options` and `json` may be NULL.
+// Collective: exports any source that tm_checkpoint_open opens. Files that can be cloned or
+// hard-linked from the source are not read; all other bytes are read and verified once. The ranks
+// share the work. `destination` appears complete and durable in one step, or not at all: {"path",
+// "format", "ranks", "files", "tensors", "bytes", "bytes_written", "files_cloned", "files_linked",
+// "plan_seconds", "write_seconds", "sync_seconds", "notes", "warnings"}. `options` and `json` may
+// be NULL.
 //   TM_UNSUPPORTED         the format cannot hold the tensor named in the message
 //   TM_ALREADY_EXISTS      `destination` exists
 //   TM_INVALID_ARGUMENT    the existing `destination` is not an export of this format, or the
@@ -276,7 +284,7 @@ typedef struct tm_file_info {
 // TM_NOT_FOUND: nothing has this path.
 TM_EXPORT tm_status tm_files_stat(const tm_files* files, const char* path, tm_file_info* info);
 // The names in a directory. Slices open by name and are not listed. TM_NOT_FOUND: nothing has this
-// path. Freed with tm_list_free.
+// path. TM_INVALID_ARGUMENT: the path is a file. Freed with tm_list_free.
 TM_EXPORT tm_status tm_files_list(const tm_files* files, const char* path, tm_list** out);
 
 // Opens a file. Freed with tm_file_close. TM_NOT_FOUND: nothing has this path. TM_INVALID_ARGUMENT:

@@ -34,7 +34,8 @@ class TENSORMOUNT_EXPORT Tensor {
   DType dtype() const;
   const Dims& shape() const;
   std::uint64_t bytes() const;
-  // CRC-64/NVME of the row-major bytes; nullopt for foreign formats.
+  // CRC-64/NVME of the row-major bytes; nullopt if none is stored (foreign formats, a quick adopt),
+  // and for a layer of a stacked tensor.
   std::optional<std::uint64_t> digest() const;
 
   // Reads a box (or flat range) of the tensor into `out`, whatever sharding it was saved with.
@@ -104,7 +105,8 @@ class TENSORMOUNT_EXPORT Checkpoint {
   // 32 hex digits, unique for each saved checkpoint, even under the same name; empty for foreign
   // formats.
   std::string uuid() const;
-  // Problems that did not prevent opening.
+  // Problems that did not prevent opening, or that later reads of the index met and worked around;
+  // and which checkpoint was opened, if `path` was a directory of several.
   std::vector<std::string> warnings() const;
 
   // Keys of tensors, in byte order.

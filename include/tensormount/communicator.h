@@ -50,7 +50,7 @@ class TENSORMOUNT_EXPORT Communicator {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Kind of transport, for reports: "threads", "sockets", "mpi".
+  // Kind of transport, for reports: "threads", "sockets", "tcp", "mpi", or the host's own text.
   virtual std::string kind() const = 0;
 
   // Starts to send `view`, which must be packed and stay valid until Test reports completion or

@@ -37,7 +37,8 @@ struct DeriveReport {
   std::uint64_t dropped = 0;  // Tensors and object parts of the old checkpoint that were left out.
   std::uint64_t files_linked = 0;
   std::uint64_t bytes_linked = 0;
-  // Files copied because links were refused, or because less than half of the file is kept.
+  // Files copied because a link was refused; bytes_copied also counts data copied out of files of
+  // which less than half is kept.
   std::uint64_t files_copied = 0;
   std::uint64_t bytes_copied = 0;
   std::string refused;  // Why a link was refused; empty: none.
@@ -46,13 +47,16 @@ struct DeriveReport {
 // Makes a new checkpoint from an old one of the same store, by hard links: tensors and objects are
 // dropped or renamed. Data are read, verified and copied only if less than half of their file is
 // kept, or if the file cannot be linked. Common values are those of the old checkpoint, which
-// becomes the parent of the new one. The new checkpoint has its own generation, so it is the latest
-// until another checkpoint is saved. `path`: "STORE/NEW"; `from`: a name in that store.
-//   kNotFound         no such checkpoint, or a glob or rename that matches nothing (named)
+// becomes the parent of the new one. The new checkpoint has its own generation, but it is not the
+// latest while a checkpoint that is not derived exists. `path`: "STORE/NEW"; `from`: a name in that
+// store.
+//   kNotFound         no such checkpoint, or a glob that matches nothing (named); a rename, too,
+//                     with `renames_must_match`
 //   kInvalidArgument  two keys become equal, a key is invalid, or is the name of a layer
 //   kAlreadyExists    the name is taken
 //   kDataLoss         needed data of the old checkpoint are damaged
-// Nothing is visible before it is complete and durable; a failure leaves nothing behind.
+//   kStale            the old checkpoint was replaced meanwhile
+// Nothing is visible before it is complete and durable; gc deletes the files of a failed call.
 TENSORMOUNT_EXPORT Result<DeriveReport> Derive(std::string_view path, std::string_view from,
                                                const DeriveOptions& options = {});
 

@@ -22,12 +22,11 @@
 namespace tensormount {
 
 // Handling of keys of tensors and objects that are requested but not stored, or stored but not
-// requested. kRaise: the load fails on all ranks. kLog: a warning is logged. kReturn: LoadReport
+// requested. kRaise: the load fails on all ranks. kLog: rank 0 logs a warning. kReturn: LoadReport
 // lists the keys. kIgnore: nothing is done.
 enum class Strict { kRaise, kLog, kReturn, kIgnore };
 
-// not_stored: keys requested but absent. not_requested: keys stored but requested by no rank of the
-// group.
+// not_stored: keys requested but absent. not_requested: keys stored but requested by no rank.
 struct StrictPolicy {
   Strict not_stored = Strict::kRaise;
   Strict not_requested = Strict::kLog;
@@ -42,23 +41,24 @@ TENSORMOUNT_EXPORT Result<StrictPolicy> StrictFromMegatron(std::string_view name
 // of a whole tensor.
 enum class LoadVerify {
   kOff,
-  kAuto,    // Leaf hashes for whole leaves; digests of tensors for the rest.
+  kAuto,    // By leaf hashes or by the tensor's digest, if it has one: whichever is cheaper.
   kLeaves,  // Every byte by leaf hash; reads are widened to whole leaves.
 };
 
 // kDirect: every rank reads what it needs. kExchange: a group of ranks reads each byte once, in
 // long runs, and sends it to the ranks that need it, with bounded buffers (column loads of
-// row-major files; replicated loads from slow storage). kAuto exchanges a tensor that several ranks
-// want if its runs are short and the ranks run on several machines, which share no page cache.
+// row-major files; replicated loads from slow storage). kAuto exchanges a tensor of at least 8 MiB
+// that several ranks want if its runs are short and the ranks run on several machines, which share
+// no page cache. Elements below one byte and some foreign tensors are always read directly.
 enum class LoadPath { kAuto, kDirect, kExchange };
 
 // How exchanged bytes travel. kDevices: from device to device (NCCL), for tensors that a digest
-// verifies, and with LoadVerify::kOff for all tensors; other tensors go through the host. Every
-// requested tensor of a rank must then be in memory of one device that only this rank uses;
-// otherwise the load fails with kUnsupported, kUnavailable or kDeadlineExceeded. kAuto: devices for
-// tensors that a digest verifies, if possible and if they exceed 2 GiB; otherwise the host. With
-// AsyncLoad kAuto means kHost, because NCCL concurrent with the program's own NCCL may deadlock;
-// kDevices is unchanged (docs/bulk.md).
+// verifies, and with LoadVerify::kOff for all tensors; other tensors go through the host. All ranks
+// must then be in one exchange group, and each must request tensors, all in memory of one device
+// that only this rank uses; otherwise the load fails with kUnsupported, kUnavailable or
+// kDeadlineExceeded. kAuto: devices for tensors that a digest verifies, if possible and if they
+// exceed 2 GiB; otherwise the host. With AsyncLoad kAuto means kHost, because NCCL concurrent with
+// the program's own NCCL may deadlock; kDevices is unchanged (docs/bulk.md).
 enum class ExchangeVia { kAuto, kHost, kDevices };
 
 // Handling of a stored tensor or object that differs from the requested one. By default each
@@ -127,8 +127,8 @@ class TENSORMOUNT_EXPORT LoadReport {
   // Part of bytes_received that did not pass through the host.
   std::uint64_t bytes_between_devices = 0;
   // Bytes by kind of verification: leaf hashes, digests, none. The three add up to bytes_wanted.
-  // Received bytes were compared with their leaf hashes by the rank that read them, and with that
-  // rank's checksum by this rank.
+  // The leaf hashes of received bytes were checked by the rank that read the bytes; this rank
+  // checked that rank's checksum.
   std::uint64_t bytes_by_leaf = 0;
   std::uint64_t bytes_by_digest = 0;
   std::uint64_t bytes_unverified = 0;
@@ -176,9 +176,11 @@ class TENSORMOUNT_EXPORT LoadReport {
 //   kNotFound         no such checkpoint, or keys that are not stored (not_stored = kRaise)
 //   kInvalidArgument  shape, dtype or grid differ from the stored ones and no rule allows it; a
 //                     region outside the tensor; with `validate`, requests that do not cover every
-//                     tensor; a buffer whose cells share memory (an expanded tensor)
+//                     tensor; a buffer whose cells share memory (an expanded tensor); keys that no
+//                     rank requests (not_requested = kRaise)
 //   kDataLoss         stored bytes are missing or damaged: names tensor, box, file and byte; also
 //                     if bytes changed on the way to the buffer
+//   kStale            the ranks opened different checkpoints
 //
 // Example: two ranks load the halves of a tensor that any number of ranks saved:
 //

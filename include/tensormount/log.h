@@ -9,8 +9,8 @@
 
 namespace tensormount {
 
-// The library logs only events that no return value can report: errors of background threads,
-// messages that a load was asked to log, leftovers that could not be removed.
+// The library logs little: events that no return value can report (errors of background threads,
+// leftovers that could not be removed), and on rank 0 some warnings of saves and loads.
 
 // The levels of log lines, lowest first. SetLogLevel drops lines below a level.
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
@@ -24,7 +24,7 @@ TENSORMOUNT_EXPORT void SetLogLevel(LogLevel level);
 // Sends lines to `sink` instead of standard error; an empty function restores standard error.
 // `sink` is called on any thread, one call at a time, with a line without line end, which may
 // contain control characters because names in it come from outside. It must not wait for calls of
-// the library; lines that it logs itself, and its exceptions, go to standard error. After the
+// the library; a line that it logs itself, or on which it throws, goes to standard error. After the
 // return the former sink is not running and is not called again. Thread-safe; must not be called
 // from a sink.
 TENSORMOUNT_EXPORT void SetLogSink(std::function<void(LogLevel, std::string_view line)> sink);

@@ -16,8 +16,8 @@ TENSORMOUNT_EXPORT bool MpiIsBuilt();
 TENSORMOUNT_EXPORT bool UnderMpiLauncher();
 
 // Init initialises MPI with MPI_THREAD_MULTIPLE if the program has not; in this case the destructor
-// finalises MPI. After a failed collective call, Abandon() skips MPI_Finalize, which would wait for
-// dead ranks.
+// finalises MPI (or logs why not: unfinished messages, ranks that do not come). After a failed
+// collective call, Abandon() skips MPI_Finalize, which would wait for dead ranks.
 class TENSORMOUNT_EXPORT MpiSession {
  public:
   // Makes the session of this process. kUnsupported without MPI, or if MPI provides less than

@@ -23,9 +23,10 @@
 namespace tensormount {
 
 // A checkpoint is kept if any rule keeps it, or if there are no rules. Always kept: the checkpoint
-// of the highest generation, pinned checkpoints, derived ones (tensormount/derive.h), those from
-// which a running save takes data, open ones (their data, until they are closed), and those that
-// cannot be read. No rule keeps an ephemeral checkpoint (SaveOptions::ephemeral).
+// of the highest generation (of those whose names match `match`), pinned checkpoints, derived ones
+// (tensormount/derive.h), those from which a running save takes data, open ones (their data, until
+// they are closed), and those that cannot be read. No rule keeps an ephemeral checkpoint
+// (SaveOptions::ephemeral).
 struct TENSORMOUNT_EXPORT RetentionRules {
   // Use the rules stored in the store (SetRetentionPolicy). Then no other member may be set.
   bool of_store = false;
@@ -82,7 +83,7 @@ struct TENSORMOUNT_EXPORT RetentionRules {
 
 struct PinOptions {
   std::string reason = {};   // For people; up to 4,096 bytes.
-  std::int64_t expires = 0;  // Seconds since 1970, by the pruning host's clock; 0: never.
+  std::int64_t expires = 0;  // Seconds since 1970, by the removing host's clock; 0: never.
 };
 struct PinnedCheckpoint {
   std::string uuid;  // 32 hex digits. The pin protects this uuid under any name.
@@ -112,7 +113,8 @@ TENSORMOUNT_EXPORT Result<std::vector<PinnedCheckpoint>> ListPins(const std::str
 struct PruneOptions {
   RetentionRules rules = RetentionRules::OfStore();
   bool dry_run = false;
-  // How long to wait for another process that prunes this store; then kBusy.
+  // How long to wait for another process that removes checkpoints of this store or changes its
+  // policy; then kBusy.
   double wait_seconds = 10;
   // Directories where data of adopted checkpoints may lie, whoever adopted them.
   std::vector<std::string> roots = {};
@@ -147,11 +149,12 @@ struct TENSORMOUNT_EXPORT PruneReport {
 };
 // Removes the checkpoints that the rules do not keep, and frees their space. Readers that have a
 // removed checkpoint open can read on; gc frees its space after they close it. A failed removal is
-// reported, and the next removal is tried. With these errors nothing is removed:
+// reported, and the next removal is tried (unless the newest checkpoint or the policy changed
+// meanwhile). With these errors nothing is removed:
 //   kDataLoss, ...     the newest checkpoint (named) does not pass a quick verification, or cannot
 //                      be read; or policy.json is damaged
 //   kUnsupported       policy.json was written by a newer version
-//   kBusy              another process prunes
+//   kBusy              another process removes checkpoints or changes the policy
 //   kNotFound          no store
 TENSORMOUNT_EXPORT Result<PruneReport> PruneCheckpoints(const std::string& store,
                                                         const PruneOptions& options = {});

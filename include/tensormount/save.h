@@ -26,15 +26,15 @@ namespace tensormount {
 enum class PlacementRule { kAuto, kTensorFile, kRankShard, kSafetensors };
 
 // How replicas are compared. kRotating: each rank that holds a region hashes its own share of the
-// region and a neighbour's, so that everything is compared after as many saves as ranks hold it.
-// kFull: everything is compared. A difference is kDataLoss, except with kWarn, which compares like
-// kRotating, stores the main replica or the lowest rank's (SaveStrategy::kMain), and adds the
-// difference to the report's warnings; likewise for objects that differ between ranks.
+// region and that of one other rank, in turn, so that everything is compared after as many saves as
+// ranks hold it. kFull: everything is compared. A difference is kDataLoss, except with kWarn, which
+// compares like kRotating, stores the main replica or the lowest rank's (SaveStrategy::kMain), and
+// adds the difference to the report's warnings; likewise for objects that differ between ranks.
 enum class ReplicaCheck { kRotating, kFull, kOff, kWarn };
 
-// Which ranks write cells that several ranks hold. kParallel: each of these ranks writes a part, so
-// that all ranks write about the same number of bytes. kMain: the main replica if replicas are
-// labelled, otherwise the lowest rank.
+// Which ranks write cells that several ranks hold. kParallel: these ranks share the cells, so that
+// all ranks write about the same number of bytes. kMain: the main replica if replicas are labelled,
+// otherwise the lowest rank.
 enum class SaveStrategy { kParallel, kMain };
 
 // Handling of common values that differ between ranks. With kOff and kWarn the lowest rank's value
@@ -76,8 +76,8 @@ struct SaveOptions {
   Reuse reuse = Reuse::kAuto;
   // Name of the base, a checkpoint of the same store; empty: the latest.
   std::string reuse_from = {};
-  // Every n-th save in a row writes everything, so that a bad disk sector affects at most n steps.
-  // 0: never.
+  // Every n-th save in a row writes everything that the ranks have, so that a bad disk sector
+  // affects at most n steps. 0: never.
   std::uint32_t full_every = 50;
   // Name of a checkpoint of the same store: tensors, objects and common values that no rank has are
   // taken from it by hard links, so that the new checkpoint is complete. That checkpoint is also
@@ -90,7 +90,8 @@ struct SaveOptions {
   // none. Rank 0's report lists removals and failures; a failure does not fail the save.
   std::optional<RetentionRules> retention = std::nullopt;
   // Temporary: once a later checkpoint is committed, the save or import that commits it, or the
-  // next prune, removes this one, whatever the rules, unless it is pinned. Rules do not count it.
+  // next prune, removes this one, unless it is pinned, a running save takes data from it, or
+  // RetentionRules::match excludes its name. Rules do not count it.
   bool ephemeral = false;
   std::string producer = {};  // Shown in checkpoint.json; empty: "tensormount <version>".
   Timeouts timeouts = {};
@@ -132,7 +133,8 @@ struct ReuseReport {
   std::uint64_t bytes_copied = 0;
 };
 
-// Equal on every rank, except the members that are documented as this rank's.
+// Equal on every rank, except the members that are documented as this rank's. A rank that lost
+// contact with the others and found the commit in the store has no counts of other ranks.
 struct SaveReport {
   std::string path;  // STORE/NAME
   std::string uuid;
@@ -153,8 +155,9 @@ struct SaveReport {
   // Common values that differ (CommonCheck::kWarn); replicas and objects that differ
   // (ReplicaCheck::kWarn).
   std::vector<std::string> warnings;
-  // Rank 0 only, after the commit: checkpoints removed by the retention rules; and those that could
-  // not be removed or read, with the reason ("step-7: PERMISSION_DENIED: ...").
+  // Rank 0 only, after the commit: checkpoints removed by the retention rules or because they are
+  // ephemeral; and what failed (a checkpoint not removed, read or freed, a rule without effect),
+  // with the reason ("step-7: PERMISSION_DENIED: ...").
   std::vector<std::string> pruned;
   std::vector<std::string> not_pruned;
   // Times of this rank, in seconds.
@@ -173,8 +176,10 @@ struct SaveReport {
 //   kInvalidArgument   the shards do not cover a tensor exactly (names tensor, ranks and the exact
 //                      missing or doubled box), or dtype, shape or options differ between ranks
 //   kAlreadyExists     the name is taken
+//   kPermissionDenied  the checkpoint to replace is pinned, or the store cannot be written
+//   kNotFound          no checkpoint has the name `reuse_from` or `inherit`
 //   kDataLoss          replicas differ (names key, ranks, box)
-//   kResourceExhausted disk full, on some rank; nothing is left behind
+//   kResourceExhausted disk full, on some rank; the data written so far are deleted
 //   kDeadlineExceeded, kUnavailable   a rank died or did not come (named); not committed
 //   kUnknown           cannot tell whether the save was committed
 // A rank that loses contact with the others checks the store: if the publishing rename happened, it

@@ -44,8 +44,8 @@ enum class Fill : std::uint8_t { kUninitialized, kZero };
 //                         .data = BufferView::Host(DType::kBF16, mine, {1024, 4096})});
 //   state.SetCommon("iteration", 1000);
 //
-// Tensor memory belongs to the caller and must not change until the save or load has ended
-// (SaveHandle::WaitStaged for saves in the background).
+// Tensor memory belongs to the caller (except that of AllocateData) and must not change until the
+// save or load has ended (SaveHandle::WaitStaged for saves in the background).
 class TENSORMOUNT_EXPORT StateDict {
  public:
   StateDict();

@@ -25,15 +25,15 @@ enum class Code {
   kNotFound,           // ENOENT: no such checkpoint, tensor or chunk
   kAlreadyExists,      // EEXIST: refusing to overwrite a committed checkpoint
   kPermissionDenied,   // EACCES
-  kReadOnly,           // EROFS: writing below a committed checkpoint
-  kResourceExhausted,  // ENOSPC: disk, memory, device memory or quota
+  kReadOnly,           // EROFS: writing below a committed checkpoint, or to read-only storage
+  kResourceExhausted,  // ENOSPC: disk, memory, device memory, descriptors or quota
   kDataLoss,           // EIO: stored bytes are missing, short or fail their checksum
   kUnavailable,        // EAGAIN: a peer, device or file system failed and may come back
   kDeadlineExceeded,   // ETIMEDOUT: a peer (named in the message) did not answer in time
   kBusy,               // EBUSY: the object is in use, or is being changed
   kStale,              // ESTALE: the checkpoint or staging directory no longer exists
   kUnknown,            // EIO: not known whether a commit happened
-  kUnsupported,        // EOPNOTSUPP: not built in, or a newer format version
+  kUnsupported,        // EOPNOTSUPP: not built in, not possible here, or a newer format version
   kCancelled,          // EINTR
   kInternal,           // EIO: a bug in tensormount
 };
@@ -100,7 +100,7 @@ class TENSORMOUNT_EXPORT [[nodiscard]] Status {
   // The same failure with another message. No-op when ok.
   Status WithMessage(std::string message) const;
   // Takes unset fields from `more`: fields set earlier, closer to the failure, are more exact and
-  // stay. A box is taken only together with its key. No-op when ok.
+  // stay. A box is taken only for the same key. No-op when ok.
   Status With(const ErrorFields& more) const;
 
  private:

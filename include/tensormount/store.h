@@ -44,15 +44,16 @@ struct RemoveOptions {
 //   kNotFound          no such checkpoint
 //   kPermissionDenied  it is pinned
 //   kInvalidArgument   the directory is not a checkpoint
-//   kUnknown           it is removed, but a power cut may bring it back; or it was pinned while it
-//                      was being removed, and moving it back failed or is not durable
+//   kUnknown           cannot tell whether it is removed; or it is, but a power cut may bring it
+//                      back; or it was pinned while it was being removed, and moving it back failed
+//                      or is not durable
 TENSORMOUNT_EXPORT Status RemoveCheckpoint(const std::string& path,
                                            const RemoveOptions& options = {});
 
 struct GarbageOptions {
   bool dry_run = false;
-  // Minimum age since removal; negative: 60, and nothing is deleted if the filesystem has no file
-  // locks.
+  // Minimum age since removal; negative: 60, and removed checkpoints are kept if the filesystem has
+  // no file locks.
   std::int64_t grace_seconds = -1;
   std::int64_t staging_age_seconds = 86400;  // Staging untouched this long is abandoned.
 };

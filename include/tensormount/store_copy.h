@@ -56,19 +56,21 @@ struct CopyReport {
 // A data file that another checkpoint of the destination already has is hard-linked instead of
 // copied. Every byte is verified, also of linked and kept files. A checkpoint appears under its
 // name only when it is complete and durable; an interrupted copy leaves its files in the
-// destination's .staging/ for one day, for the next copy. The latest checkpoint of the destination
-// stays the one of the highest generation, so copying an older one does not change it.
+// destination's .staging/ for one day, for the next copy. Generations decide which checkpoint of
+// the destination is the latest, not the order of copying.
 //
-// Errors; nothing of the failed checkpoint is visible:
+// Errors; except with kUnknown nothing of the failed checkpoint is visible:
 //   kNotFound           no such source, or (kStale) it was deleted meanwhile
-//   kInvalidArgument    the destination is the source, or cannot be a store
+//   kInvalidArgument    the destination is the source, or cannot be a store; no source was given
 //   kAlreadyExists      the destination has another checkpoint of this name, or this checkpoint
 //                       under another name
 //   kDataLoss           the source is damaged: names the file
-//   kUnsupported        an adopted checkpoint, whose data lie outside the store
+//   kUnsupported        an adopted checkpoint, whose data lie outside the store; or source and
+//                       destination are on different file systems (FileSystem)
 //   kBusy               another copy of the checkpoint is in progress
 //   kResourceExhausted  no space
-//   kUnknown            the checkpoint is published, but a power cut may undo that
+//   kUnknown            cannot tell whether the checkpoint is published; or it is, but a power
+//                       cut may undo that
 // If one of several sources fails, the others are still copied, and each error is in the report; an
 // error that affects all (no space, a failing destination, the watch) fails the call. Checkpoints
 // copied before stay. Uses one thread; any process may copy, save and remove in both stores

@@ -17,9 +17,9 @@ struct RepairOptions {
   bool dry_run = false;
   // For `from`: trusted directories for data of adopted checkpoints and links of foreign ones.
   std::vector<std::string> roots = {};
-  // Progress callback with the bytes of data files compared so far and in all, on the caller's
-  // thread. A result other than ok ends the repair with that error (for example kCancelled); files
-  // repaired before stay repaired. May be empty.
+  // Progress callback with the bytes compared so far and in all, on the caller's thread. A result
+  // other than ok ends the repair with that error (for example kCancelled); files repaired before
+  // stay repaired. May be empty.
   std::function<Status(std::uint64_t done, std::uint64_t total)> watch = {};
 };
 
@@ -63,12 +63,14 @@ struct RepairReport {
 // are taken byte for byte from a copy of the same checkpoint; a COMMIT in which one of the two
 // copies of the record is intact is repaired from that copy.
 //
-// Nothing is written in place: a new file is built in the store's .staging/, synced, and renamed
-// over the damaged one in every checkpoint that shares it. After a crash each name has the old file
-// or the new one, and the next repair continues. Readers that have the old file open keep it. Only
-// one repair at a time in a store; saves, reads, rm and gc may run concurrently.
+// Nothing is written in place: a new file is built in the store's .staging/, synced, and replaces
+// the damaged one in every checkpoint that shares it. After a crash each name has the old file or
+// the new one (or none, on a filesystem that cannot exchange two names), and the next repair
+// continues. Readers that have the old file open keep it. Only one repair at a time in a store;
+// saves, reads, rm and gc may run concurrently.
 //
-// Ranges that `from` does not provide are in `left`, and the rest is repaired. Errors:
+// What could not be repaired is in `left` (ranges that `from` does not provide, refused hard links,
+// a COMMIT in use), and the rest is repaired. Errors:
 //   kNotFound          no such checkpoint, or `from`
 //   kInvalidArgument   `from` is the checkpoint itself
 //   kDataLoss          COMMIT is lost, and `from` is not a copy of this checkpoint

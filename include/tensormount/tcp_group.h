@@ -18,8 +18,8 @@ namespace tensormount {
 // How a rank of a TCP group can be reached, and how it reaches others (docs/tcp.md).
 struct TcpOptions {
   // Interface whose addresses the other ranks get; may be a comma-separated list, of which the
-  // first existing one is used. Empty: GLOO_SOCKET_IFNAME, or if that is not set all interfaces
-  // that are up, the loopback only if there is no other.
+  // first that is up and has an address is used. Empty: GLOO_SOCKET_IFNAME, or if that is not set
+  // all interfaces that are up, the loopback only if there is no other.
   std::string interface;
   // A numeric IPv4 or IPv6 address of this machine, instead of an interface.
   std::string address;
@@ -57,8 +57,9 @@ TENSORMOUNT_EXPORT Result<TcpToken> MakeTcpToken();
 // kernel buffers incoming data. Not thread-safe.
 class TENSORMOUNT_EXPORT TcpGroup {
  public:
-  // Opens the sockets on which this rank listens. kNotFound: no such interface, or it has no
-  // address. kInvalidArgument: an invalid option. System errors name the address that failed.
+  // Opens the sockets on which this rank listens. kNotFound: no such interface, or it is down or
+  // has no usable (not link-local) address; or the machine has no interface at all.
+  // kInvalidArgument: an invalid option. System errors name the address that failed.
   static Result<std::unique_ptr<TcpGroup>> Listen(const TcpOptions& options = {});
   virtual ~TcpGroup() = default;
 
@@ -66,8 +67,8 @@ class TENSORMOUNT_EXPORT TcpGroup {
   virtual const std::string& address() const = 0;
   // Makes this rank's communicator, which takes over the listening sockets. `addresses`: the
   // addresses of all ranks in rank order, equal on all ranks. kInvalidArgument: Connect was called
-  // before; or an address is damaged or duplicate, or the one at `rank` is not this rank's own (the
-  // message names the rank). kUnsupported: an address of another version.
+  // before; `rank` is out of range; or an address is damaged or duplicate, or the one at `rank` is
+  // not this rank's own (the message names the rank). kUnsupported: an address of another version.
   virtual Result<std::unique_ptr<Communicator>> Connect(const std::vector<std::string>& addresses,
                                                         int rank, const TcpToken& token) = 0;
 };

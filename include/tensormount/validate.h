@@ -43,8 +43,8 @@ struct Finding {
   std::string key;
   std::vector<int> ranks;        // Affected ranks, ascending; at most 64 are listed.
   std::uint64_t rank_count = 0;  // Number of all affected ranks, listed or not.
-  std::optional<Box> box;        // The exact cells, for tensors.
-  std::uint64_t elements = 0;    // Number of elements in `box`.
+  std::optional<Box> box;        // The exact cells of a tensor, if they are one box.
+  std::uint64_t elements = 0;    // Number of these cells.
   // One line: "tensor w: [4:5, 0:8] is held by no rank (parts are held by ranks 0, 1)".
   std::string message;
   // The likely cause as text; may be empty.

@@ -61,9 +61,9 @@ class Value {
 
   // Number of items of a kTuple, kList or kSet, or of pairs of a kDict or kObject. The pairs of a
   // kObject are those that it was made from (OrderedDict) or that SETITEMS added, and the items
-  // that APPENDS added. As in Python, equal keys give one pair, with the position of the first
-  // key and the value of the last. Text keys over 2,048 bytes are not compared, so each has its
-  // own pair.
+  // that APPENDS added. As in Python, equal texts or numbers as keys give one pair, with the
+  // position of the first key and the value of the last. Other keys (tuples, objects) and texts
+  // over 2,048 bytes are not compared, so each has its own pair.
   std::size_t size() const;
   // Item i. For a kDict, and for pairs of a kObject: the value of pair i.
   Value item(std::size_t i) const;
@@ -134,7 +134,7 @@ enum class Unknown {
   // Names that are not in pickle_classes.h are kept as names. For listings, which show every name
   // in a stream.
   kInert,
-  // A class of another package (IsForeignName) is kept as a name, and an object made by it as a
+  // A name of another package (IsForeignName) is kept as a name, and an object made by it as a
   // value without a meaning. All other names must be in pickle_classes.h, as with kRefuse.
   kForeignClasses,
 };
@@ -149,19 +149,20 @@ struct Options {
 
 // Parses a pickle and takes over its bytes, because texts of values are views of them.
 //
-// kDataLoss "pickle: byte 17: ...": the stream is truncated or malformed (unknown opcode, stack or
-// mark underflow, a memo slot that is empty or too far ahead, lengths past the end, text that is
-// not UTF-8, numbers out of range, a function used as a class, no STOP).
+// kDataLoss "pickle: byte 17: ...": the stream is truncated or malformed (for example: unknown
+// opcode, stack or mark underflow, a memo slot that is empty or too far ahead, lengths past the
+// end, text that is not UTF-8, numbers out of range, a function used as a class, no STOP).
 //
 // kUnsupported "pickle: byte 17: contains a Python object (os.system) ...": a name outside of the
-// allow-list; an opcode that checkpoints never use (INST, OBJ, EXT*, PERSID, out-of-band buffers);
-// a protocol other than 2 to 5; or records that would differ from what Python makes: a dict made
-// from neither a dict nor a list of pairs, keys that are lists or dicts, keys made by calls (which
-// may equal any key) beside other keys, a change of a dict that Python has already copied into an
-// object.
+// allow-list; an opcode that checkpoints never use (INST, OBJ, EXT*, PERSID, the text opcodes of
+// protocol 0, out-of-band buffers); a call of getattr for anything but an enum, or of a value that
+// is not a name; a protocol other than 2 to 5; or records that would differ from what Python makes:
+// a dict made from neither a dict nor a list of pairs, keys that are lists or dicts, keys made by
+// calls (which may equal any key) beside other keys, a change of a dict that Python has already
+// copied into an object.
 //
-// kResourceExhausted: the stream is over Options::max_bytes, or the records would need more than 48
-// MiB + 4 x the stream.
+// kResourceExhausted: the stream is over Options::max_bytes or 2^31 - 1 bytes, or the records would
+// need more than 48 MiB + 4 x the stream.
 Result<Document> Parse(std::string bytes, const Options& options = {});
 
 // Whether `value` is a name outside of the allow-list, which kForeignClasses or kInert accepted, or
@@ -169,7 +170,7 @@ Result<Document> Parse(std::string bytes, const Options& options = {});
 bool IsForeign(const Value& value);
 
 // A listing for people, at most `max_lines` lines. Each value has one indented line; names of calls
-// are marked "(not called)", and long texts are cut. A shared value is shown once.
+// are marked "(not called)", and long texts are cut. A shared container or object is expanded once.
 std::string Describe(const Document& document, std::size_t max_lines = 1000);
 
 }  // namespace tensormount::pickle

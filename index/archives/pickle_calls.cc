@@ -39,9 +39,9 @@ std::string FullName(const Value& global) {
   return ShownName(std::string(global.module()) + "." + std::string(global.name()));
 }
 
-// Accepts only getattr(Enum, "NAME"), which some versions of Python write for a member of an enum.
-// Hostile streams use getattr to reach os.system from a harmless class, so all other uses are
-// refused, although no call is ever made.
+// Accepts only getattr(CLASS, "NAME") of known enums and of kTrainerRecord, because some versions
+// of Python write it for a member of an enum. Hostile streams use getattr to reach os.system from a
+// harmless class, so all other uses are refused, although no call is ever made.
 std::string GetattrFault(const Value& args) {
   if (args.size() != 2 || args.item(0).kind() != Kind::kGlobal ||
       args.item(1).kind() != Kind::kString) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The allow-list of pickle_classes.h: the names that a pickle may contain, and their meanings. A
-// name that is not in the list fails the parse, unless pickle::Options::unknown accepts it.
+// The allow-list of pickle_classes.h: the names that a pickle may contain, and their meanings.
+// Allowed are the names in the table, and every class name in the modules of kTrainerModules. Any
+// other name fails the parse, unless pickle::Options::unknown accepts it.
 #include "index/archives/pickle_classes.h"
 
 #include <algorithm>

@@ -6,16 +6,17 @@
 #include <string_view>
 
 // The allow-list of names that a pickle may contain, and their meanings: classes and functions of
-// PyTorch, Megatron-Core, OLMo-core, NumPy and the standard library, under every module path that a
-// release has written (pickle_classes.cc has the table with its sources).
+// PyTorch, trainers, NumPy and the standard library, under the module paths that releases have
+// written (the table in pickle_classes.cc), and every class name in some modules of trainers
+// (kTrainerModules there).
 
 // A name that is not on the list is refused, unless pickle::Options::unknown accepts it. No name is
 // ever looked up, imported or called.
 namespace tensormount::pickle {
 
 // One enumerator for each meaning. Names that moved between releases, or are used in the same way,
-// share an enumerator. Names of kTrainerRecord and of the "Other" enumerators are allowed and kept
-// as records without an interpretation.
+// share an enumerator. Names of kTrainerRecord are allowed and kept as records without an
+// interpretation.
 enum class KnownClass : std::uint8_t {
   kUnknown = 0,
   // torch.distributed.checkpoint
@@ -56,7 +57,7 @@ enum class KnownClass : std::uint8_t {
   kOrderedDict,
   kDefaultDict,
   kCounter,
-  kDictLike,  // builtins.dict, types.SimpleNamespace, argparse.Namespace.
+  kDictLike,  // builtins.dict, SimpleNamespace, MappingProxyType, argparse.Namespace.
   kSetLike,   // builtins.set, frozenset
   // getattr could reach any function, so its arguments are checked (GetattrFault).
   kGetattr,  // builtins.getattr, for enums
@@ -70,14 +71,14 @@ enum class KnownClass : std::uint8_t {
   kNumpyDtype,
   kNumpyReconstruct,  // numpy.ndarray, numpy.core.multiarray._reconstruct, scalar
   kNumpyRng,          // Classes and constructors of random number generators.
-  // Megatron-Core, OLMo-core and other trainers: plain records that are not interpreted.
+  // Names of trainers, torch and the standard library: plain records that are not interpreted.
   kTrainerRecord,
 };
 
 // Whether a name of `module` that is not in the table belongs to another package, so that
 // kForeignClasses keeps it. Names of Python's own modules do not, because their functions could
 // change objects that the stream made before. Names of numpy, torch and tensormount do not, because
-// the table has all allowed names of these packages; but classes of torch.nn.modules and
+// of these packages only the names in the table are allowed; but classes of torch.nn.modules and
 // torch.optim do, because they are plain classes.
 bool IsForeignName(std::string_view module);
 

@@ -195,7 +195,7 @@ class Machine {
   }
 
   // Checks a call of an accepted callee: the arguments of getattr, and that NEWOBJ does not name a
-  // function. Listings (kInert) accept every call.
+  // function that makes tensors. Listings (kInert) accept every call.
   bool CheckCall(const Value& callee, const Value& args, bool made_new) {
     if (options_.unknown == Unknown::kInert) return true;
     if (callee.known() == KnownClass::kGetattr) {
@@ -208,7 +208,7 @@ class Machine {
   // Copies the items of the argument into the new object, as they are at this moment, for calls
   // of OrderedDict, dict, Counter and defaultdict. The items are the second argument of a
   // defaultdict, after its factory, and the only argument of the others. Calls of other dict-like
-  // classes (kDictLike: SimpleNamespace) with positional arguments are refused.
+  // classes (kDictLike: SimpleNamespace) with positional arguments are refused, except in listings.
   bool TakeItems(const Value& object, const Value& args) {
     const bool dict = IsPythonDict(object);
     const bool makes_values = object.Is(KnownClass::kDefaultDict);

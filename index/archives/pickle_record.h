@@ -41,8 +41,8 @@ struct ClassRow {
   KnownClass known = KnownClass::kUnknown;
 };
 // The table row of a name; null if the name is not in the table. If the name is not in the table,
-// but its module allows every class name, `*prefix` is set to the meaning of those names. Table
-// rows live as long as the program.
+// but looks like a class and its module allows every class name, `*prefix` (if not null) is set to
+// the meaning of those names. Table rows live as long as the program.
 const ClassRow* FindClassRow(std::string_view module, std::string_view name, KnownClass* prefix);
 
 // Layout of a tuple or object. Three values can share one array of integers: (1, 2) is a kTuple of
@@ -212,8 +212,9 @@ inline Value PairKey(const Container& c, std::size_t pair) { return PairRow(c)[2
 inline Value PairValue(const Container& c, std::size_t pair) { return PairRow(c)[2 * pair + 1]; }
 
 // Whether Python treats two keys of a dict as the same: equal texts, and equal numbers of any type
-// (True, 1 and 1.0). Keys made by calls (tuples, objects) are never the same in this function. A
-// strict parse refuses dicts in which that would matter (KeyFault).
+// (True, 1 and 1.0). Other keys (tuples, objects, bytes) are never the same in this function, so
+// equal ones stay separate pairs. A strict parse refuses objects that may equal a text or number of
+// the same dict (KeyFault).
 bool SameKey(const Value& a, const Value& b);
 // Whether SameKey can be true for `key`. If so, sets the hash that all equal keys share.
 bool KeyHash(const Value& key, std::uint64_t& hash);

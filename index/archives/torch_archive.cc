@@ -8,8 +8,8 @@
 //   PREFIX/version      the version of the format as text; PREFIX/.data/version takes precedence
 //
 // Torch and this reader must see the same tensors in a file. Where torch is more lenient (names
-// that differ in case, storages of two types) the archive is refused, because the intended reading
-// is unknown.
+// that differ in case, storages of two types) the archive or the tensor is refused, because the
+// intended reading is unknown.
 #include "index/archives/torch_archive.h"
 
 #include <algorithm>
@@ -249,8 +249,8 @@ Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_
   pickle::Options options;
   options.unknown = pickle::Unknown::kInert;
   options.max_bytes = kMaxDescribed;
-  // Damage of an object is described in the listing. Only errors of reading (permissions, I/O) are
-  // returned to the caller.
+  // Damage, unknown formats and exceeded limits are described in the listing. Only errors of
+  // reading (permissions, I/O) are returned to the caller.
   const auto answer = [&](const std::string& what, const Status& status) -> Result<std::string> {
     switch (status.code()) {
       case Code::kDataLoss:

@@ -39,26 +39,28 @@ struct StoredTensor {
 
 // The torch archive in bytes [begin, begin + length) of a file. The object has the pickle and the
 // zip directory in memory and no reference to the file. Read reads the zip directory, the local
-// headers and data.pkl, but no storages.
+// headers, data.pkl, version and byteorder, but not the storages.
 class TorchArchive {
  public:
   // Reads an archive. kDataLoss and kUnsupported as ZipArchive::Read and pickle::Parse return
-  // them. Also kDataLoss if data.pkl is missing or fails its CRC, if an entry lies outside of the
-  // directory of data.pkl, or if the name of an entry differs only in case from another entry or
-  // from a name that torch looks for (torch ignores case). Also kUnsupported if byteorder is
-  // "big" (a missing entry means little), if `version` is missing or unknown (torch refuses
-  // both), or if the archive is a TorchScript program.
+  // them. Also kDataLoss if data.pkl is missing, occurs twice or fails its CRC, if byteorder is
+  // unknown, if an entry lies outside of the directory of data.pkl, or if the name of an entry
+  // differs only in case from another entry or from a name that torch looks for (torch ignores
+  // case). Also kUnsupported if byteorder is "big" (a missing entry means little), if `version` is
+  // missing or unknown (torch refuses both), or if the archive is a TorchScript program.
+  // kResourceExhausted if data.pkl exceeds the limits of a parse.
   static Result<TorchArchive> Read(File& file, std::uint64_t begin, std::uint64_t length,
                                    const pickle::Options& options = {});
 
   const pickle::Document& document() const { return *document_; }
   const ZipArchive& zip() const { return zip_; }
 
-  // Whether a value is a tensor, or a parameter that contains a tensor.
+  // Whether a value is a tensor or a parameter. The arguments are not checked (IsTorchTensor).
   static bool IsTensor(const pickle::Value& value);
-  // The position of the tensor's bytes. kDataLoss if the storage is missing or too short for the
-  // view, or if numbers overflow. kUnsupported, with the reason, for quantised, sparse, nested and
-  // meta tensors, for subclasses, and for dtypes that tensormount does not have.
+  // The position of the tensor's bytes. kDataLoss if the storage is missing, is too short for the
+  // view or has another size than the pickle declares, or if the call is malformed. kUnsupported,
+  // with the reason, for quantised, sparse, nested and meta tensors, for subclasses, for views
+  // whose bytes are not their values, and for dtypes that tensormount does not have.
   Result<StoredTensor> TensorOf(const pickle::Value& value) const;
 
  private:

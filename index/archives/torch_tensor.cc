@@ -70,10 +70,10 @@ Status CheckUntouched(const Value& object) {
 }
 
 // Whether torch gives a meaning to an attribute of this name ("data" replaces the bytes). Other
-// attributes of a tensor are harmless. The list has the attributes of PyTorch 2.13 that can be set,
-// or raise an error when set, with a space on either side of each. Names with spaces and dunder
-// names are treated like names in the list. The list must be compared by hand with new releases of
-// PyTorch.
+// attributes of a tensor do not affect its bytes. The list has the attributes of PyTorch 2.13 that
+// can be set, or raise an error when set, with a space on either side of each. Names with spaces
+// and dunder names are treated like names in the list. The list must be compared by hand with new
+// releases of PyTorch.
 bool IsTensorAttribute(std::string_view name) {
   constexpr std::string_view kOwn =
       " H T data device dtype grad grad_dtype grad_fn imag is_cpu is_cuda is_ipu is_leaf is_maia "

@@ -36,15 +36,16 @@ std::set<std::string, std::less<>> ConflictingStorages(const pickle::Document& d
 // TorchTensorOf checks them.
 bool IsTorchTensor(const pickle::Value& value);
 
-// The tensor that `value` describes. kDataLoss if the value is not a tensor, if the view exceeds
-// its storage, or if numbers overflow. kUnsupported as for TorchArchive::TensorOf.
+// The tensor that `value` describes. kDataLoss if the value is not a tensor, if its call is
+// malformed, if the view exceeds its storage, or if numbers overflow. kUnsupported as for
+// TorchArchive::TensorOf.
 //
 // torch's float4_e2m1fn_x2 is a pair of elements. It becomes f4 with the last axis doubled, as in
 // safetensors.
 Result<TorchTensor> TorchTensorOf(const pickle::Value& value);
 
 // The element type for torch's name, such as "float8_e4m3fn". f4 for "float4_e2m1fn_x2".
-// kUnsupported, with the name, for quantised and bit types and for complex32.
+// kUnsupported, with the name, for other types (quantised, bit types, complex32).
 Result<DType> TorchDType(std::string_view name);
 
 }  // namespace tensormount

@@ -37,8 +37,8 @@ class ZipArchive {
   // kDataLoss for contradictions: between the two end records; between the local and the central
   // header of an entry (name, method, flags; also sizes and CRC, or, with flag bit 3, those of
   // the data descriptor). Also kDataLoss for entries that overlap or lie outside of the archive,
-  // for duplicate or unsafe names (absolute, "..", NUL, backslash), and for a central directory
-  // over 64 MiB or with a wrong number of entries.
+  // for duplicate or unsafe names (absolute, "." or "..", control characters, backslash, not
+  // UTF-8), and for a central directory over 64 MiB or with a wrong number of entries.
   static Result<ZipArchive> Read(File& file, std::uint64_t begin, std::uint64_t length);
 
   // All entries, sorted by name.

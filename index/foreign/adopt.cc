@@ -25,8 +25,9 @@
 namespace tensormount {
 namespace {
 
-// The only manifest of an adopted checkpoint. It contains all records and, if hashes were computed,
-// the leaf hashes of all stored ranges in the order of RangesOf.
+// The manifest of an adopted checkpoint, besides the coordinator's. It contains all records except
+// common values and, if hashes were computed, the leaf hashes of all stored ranges in the order of
+// RangesOf.
 constexpr std::string_view kAdoptedManifest = "manifest/adopted.tmm";
 
 // Returns the records of the source with all pending items located. Tensors are processed in
@@ -166,8 +167,8 @@ Status DropHashes(Inventory& inventory) {
   return Status();
 }
 
-// Writes the manifest and publishes. As in a save, producer, root and common values are passed to
-// Store::Publish, and all other records go into the manifest. The mtimes are 0, because
+// Writes the manifest and publishes. As in a save, producer, world size, root and common values are
+// passed to Store::Publish, and all other records go into the manifest. The mtimes are 0, because
 // Store::Publish decides them (DecideMtimes).
 Result<Store::Published> PublishAdopted(FileSystem& fs, Inventory inventory, Store& store,
                                         const Staging& staging, std::span<const Hash128> leaves,

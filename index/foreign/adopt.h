@@ -36,8 +36,8 @@ Status CheckIsForeign(const OpenedCheckpoint& source);
 
 // Publishes a foreign checkpoint (OpenedCheckpoint::OpenForeign) as STORE/NAME. Only records are
 // written; the data stay in their files (docs/format.md, "Foreign files"). Pending items are
-// located first. On failure the staging directory is moved away. Errors, besides those of
-// Store::Begin and Store::Publish:
+// located first. After a failure other than kUnknown the staging directory is moved away. Errors,
+// besides those of Store::Begin and Store::Publish:
 //   kInvalidArgument   `foreign` has data files of its own
 //   kDataLoss          a tensor is incomplete (names the box), or a file is too short
 //   kStale             a file changed during the adoption

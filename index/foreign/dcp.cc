@@ -10,7 +10,7 @@
 //
 // Items are not opened here: the metadata give the tensor and region of each item, which suffices
 // to plan reads, and MakeDcpItemResolver locates the bytes when they are first read. So opening a
-// checkpoint reads the metadata and small objects that are shown as values, and calls stat once for
+// checkpoint reads the metadata and the objects that are shown as values, and calls stat once for
 // each data file.
 //
 // If something is wrong with one tensor or object (its file is missing, a chunk is not within its

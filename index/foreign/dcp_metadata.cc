@@ -104,7 +104,7 @@ class DcpMetadataReader {
 
  private:
   // The meaning of a key of state_dict_metadata: tensor or object number `number`, or left out.
-  // Items of keys that are left out are skipped silently.
+  // Items of a slot that is left out are skipped silently.
   struct Slot {
     enum class Kind { kTensor, kObject, kLeftOut } kind = Kind::kLeftOut;
     std::size_t number = 0;

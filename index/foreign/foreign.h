@@ -49,7 +49,7 @@ class ForeignFolder {
   std::string Shown(std::string_view name) const;
 
   // Opens a file. kDataLoss: neither a file nor a directory (a FIFO, a loop of links), or the name
-  // is not a relative path. kPermissionDenied: the name or a link leads out of the bounds.
+  // is not a valid relative path. kPermissionDenied: the name or a link leads out of the bounds.
   Result<std::unique_ptr<File>> OpenRead(std::string_view name) const;
   // Reads a file of at most `max_bytes`. kDataLoss: the file is larger; or a file over 1 MiB does
   // not begin, after white space, with the text `first` ("{" for JSON; empty accepts all files).
@@ -61,13 +61,14 @@ class ForeignFolder {
   Result<std::vector<DirectoryEntry>> List(std::string_view name) const;
   // Whether a file of any kind or a directory has this name. Does not open it.
   bool Has(std::string_view name) const;
-  // The name relative to the root, as in FileRecord::name. Errors: those of OpenRead.
+  // The name relative to the root. Checks only the name, not the file: kDataLoss or
+  // kPermissionDenied as in OpenRead.
   Result<std::string> PathFromRoot(std::string_view name) const;
   // A directory below this one, with the same root.
   Result<ForeignFolder> Subfolder(std::string_view name) const;
 
-  // Like PathFromRoot, but with absolute symlinks on the path resolved, for OpenLocated. Errors:
-  // those of OpenRead.
+  // Like PathFromRoot, but with absolute symlinks on the path resolved, as in FileRecord::name and
+  // for OpenLocated. Errors: those of OpenRead.
   Result<std::string> Locate(std::string_view name) const;
   // Opens a result of Locate. Fails if the path meanwhile leads out of the bounds.
   Result<std::unique_ptr<File>> OpenLocated(const std::string& below) const;
@@ -118,7 +119,7 @@ class ForeignBuilder {
   void SetWorldSize(std::uint32_t n) { inventory_.info.world_size = n; }
 
   // Adds a file, unless it was added before, and returns its number. Its size and mtime are read
-  // once. Errors: those of ForeignFolder::OpenRead.
+  // once. Errors: those of ForeignFolder::OpenRead, and kDataLoss for a directory.
   Result<std::uint32_t> AddFile(std::string_view name);
   std::uint64_t FileLength(std::uint32_t file) const;
   std::int64_t FileTime(std::uint32_t file) const;  // The file's mtime in seconds.
@@ -147,11 +148,12 @@ class ForeignBuilder {
   void SetResolver(ItemResolver resolver);
 
   // Adds an object or, if it has a grid, one of its parts, as in ObjectRecord. kDataLoss: the key
-  // is not valid, or the bytes exceed the file. If parts of a grid are missing, Finish leaves the
-  // object out with a warning.
+  // or the index is not valid, or the bytes exceed the file. If parts of a grid are missing or
+  // stored twice, Finish leaves the object out and counts it as lost.
   Status AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
                    std::uint64_t length, const Dims& index = {}, const Dims& grid = {});
-  // Adds a common value. Reserved names, and values over the limits, are left out with a warning.
+  // Adds a common value. It is left out with a warning if its name is not valid or was added
+  // before, or if it exceeds the limits.
   void AddCommon(const std::string& name, CommonValue value);
   void Warn(std::string warning);
   // Adds the name of a file to ForeignInventory::beside.
@@ -163,10 +165,10 @@ class ForeignBuilder {
   void LeaveOut(std::uint32_t tensor, std::string_view why);
   // Whether a lost key is that of a tensor or of an object.
   enum class LostKind { kTensor, kObject };
-  // Reports a tensor or object that the checkpoint names but whose bytes are missing. `file`: empty
-  // if unknown. `reason`: such as "the file is missing". `part`: true if only a part of the tensor
-  // is missing, and the tensor was added with its other parts. One warning covers all keys with the
-  // same file and reason.
+  // Reports a tensor or object that the checkpoint names but whose bytes or metadata are missing or
+  // wrong. `file`: empty if unknown. `reason`: such as "the file is missing". `part`: true if only
+  // a part of the tensor is missing, and the tensor was added with its other parts. One warning
+  // covers all keys with the same file, reason and `part`.
   void ReportLost(std::string_view file, std::string_view reason, LostKind what,
                   std::string_view key, bool part = false);
   // Reports the loss of a file, if it is unknown which tensors the file had.
@@ -200,8 +202,8 @@ namespace pickle {
 class Value;
 }
 // Converts a pickle value that consists of None, bool, int, float, str, bytes, tuples, lists and
-// dicts with string or integer keys (also OrderedDict, Namespace and path objects). nullopt for
-// other values.
+// dicts with string or integer keys (also OrderedDict and the like, Namespace and path objects).
+// nullopt for other values, and for values over the limits.
 std::optional<CommonValue> CommonFromPickle(const pickle::Value& value);
 
 }  // namespace tensormount

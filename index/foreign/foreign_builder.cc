@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ForeignBuilder of foreign.h checks everything that adapters report: numbers against the file and
-// the shape, chunks against each other, names against each other. If something is wrong with one
-// tensor, that tensor is left out (but kept if it only has a hole); if the checkpoint as a whole is
-// wrong, the read fails.
+// the shape, chunks against each other, names against each other. Finish leaves out a tensor with
+// overlapping chunks, and keeps a tensor with a hole. After other errors, the adapter decides
+// whether it leaves out one tensor or the read fails.
 //
 // The checks are here and not in the adapters, because adapters parse hostile input: with a check
 // forgotten in an adapter, a program could read past the end of a file.
@@ -37,8 +37,8 @@ namespace {
 // Adapters may read a file again for every tensor in it, so files are kept open, at most this many.
 // The usual limit for a process is 1,024 descriptors.
 constexpr std::size_t kMaxOpenFiles = 256;
-// Largest number of warnings; further warnings are only counted, because a hostile checkpoint could
-// cause a million.
+// Largest number of warnings before those of Finish, and of losses with their reasons. Further
+// warnings are only counted, because a hostile checkpoint could cause a million.
 constexpr std::size_t kMaxWarnings = 100;
 
 // At most this many bytes of a key are shown in a message.
@@ -350,8 +350,8 @@ void ForeignBuilder::ReportLostFile(std::string_view file, std::string_view reas
   by_file.emplace(std::tuple(loss.file, loss.reason, false), loss);
 }
 
-// Returns all losses, and puts their warnings before all other warnings. Losses with a file come
-// first.
+// Returns all losses. Those of ReportLost and ReportLostFile come first, and their warnings come
+// before all other warnings.
 std::vector<ForeignLoss> ForeignBuilder::TakeLosses() {
   std::vector<ForeignLoss> all;
   std::vector<std::string> warnings;
@@ -576,7 +576,8 @@ Result<ForeignInventory> ForeignBuilder::Finish() {
   return out;
 }
 
-// Tensors that are lost as a whole have no record, so only tensors with holes are removed here.
+// Tensors that were left out have no record. A tensor without any chunk has one, and counts as a
+// tensor with a hole.
 void RemoveIncompleteTensors(ForeignInventory& inventory) {
   if (inventory.lost.empty()) return;
   std::unordered_set<std::string_view> holed;

@@ -22,8 +22,9 @@ namespace {
 constexpr std::size_t kMaxPathBytes = 4095;
 // At most this many bytes of a foreign name are shown in a message.
 constexpr std::size_t kShownBytes = 256;
-// A file larger than kReadAtOnce is read only if its first bytes are as expected: a sparse file of
-// 2 GiB costs its author nothing, but reading it would take 2 GiB of memory.
+// If the caller knows the first bytes of a file, a file larger than kReadAtOnce is read only if it
+// begins with them: a sparse file of 2 GiB costs its author nothing, but reading it would take 2
+// GiB of memory.
 constexpr std::uint64_t kReadAtOnce = std::uint64_t{1} << 20;
 constexpr std::size_t kFirstBytes = 4096;
 
@@ -128,9 +129,9 @@ Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& pat
   return out;
 }
 
-// Sets bounds_, root_ and folder_. Before the call, root_ is the directory itself. A root is
-// ignored if no link leads into it: a --root for another source must not change the names in the
-// records of this source.
+// Sets bounds_, root_ and folder_. Before the call, root_ is the directory itself. A root that is
+// not above the directory is ignored if no link leads into it: a --root for another source must not
+// change the names in the records of this source.
 Status ForeignFolder::AddBounds(std::span<const std::string> roots) {
   constexpr std::size_t kMaxLinksLookedAt = 10'000;
   const std::string folder = root_;
@@ -301,7 +302,7 @@ Result<ForeignFolder> ForeignFolder::Subfolder(std::string_view name) const {
   if (info.kind != FileKind::kDirectory) {
     return Status(Code::kNotFound, Shown(name) + ": not a directory");
   }
-  // Locate resolves links, so the new path has no links. The root stays the same.
+  // Locate resolves absolute links, so that the new path is below a bound. The root stays the same.
   ForeignFolder out = *this;
   TENSORMOUNT_ASSIGN_OR_RETURN(out.folder_, Locate(name));
   out.path_ = JoinPath(root_, out.folder_);

@@ -23,12 +23,14 @@ class ForeignFormat {
  public:
   virtual ~ForeignFormat() = default;
   virtual std::string_view name() const = 0;  // Name of the format, such as "safetensors".
-  // Whether the directory (or file) looks like this format, judged by names and at most the first
-  // bytes of a file. False if a file cannot be read. Formats are probed in the order of formats.cc.
+  // Whether the directory (or file) looks like this format, judged by names and small reads (the
+  // first bytes of a file, the end of a zip, metadata.json). Read errors are ignored. Formats are
+  // probed in the order of formats.cc.
   virtual bool Probe(const ForeignFolder& folder) const = 0;
   // Reads the metadata of the checkpoint and adds its records. Called after Probe, but the files
   // may have changed since, so Read must not rely on what Probe saw. It must check sizes before it
-  // allocates memory. Errors: kDataLoss, kUnsupported, or the errno of a read.
+  // allocates memory. Errors: kDataLoss, kUnsupported, or those of the file system and of
+  // ForeignFolder.
   virtual Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const = 0;
 };
 
@@ -41,7 +43,8 @@ const ForeignFormat* FindForeignFormat(const ForeignFolder& folder);
 
 // Reads a directory or file with the first format whose Probe matches. kUnsupported: no format
 // matches; the message describes what the directory or file is, if known (".distcp files without
-// .metadata: the save did not finish"). kStale: the checkpoint was replaced meanwhile.
+// .metadata: the save did not finish"). kPermissionDenied: no format matches, and a link leads out
+// of the bounds. kStale: the checkpoint was replaced meanwhile.
 Result<ForeignInventory> ReadForeign(const ForeignFolder& folder);
 
 // One foreign checkpoint of a training directory. Such directories are written by Megatron-LM
@@ -64,9 +67,10 @@ std::optional<std::uint64_t> IterationOf(std::string_view name);
 // The name of the latest step: the step in latest_checkpointed_iteration.txt, else the step of the
 // highest iteration; empty without steps.
 std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignStep>& steps);
-// A value that changes when the checkpoint in a directory is replaced. The stamp covers the files
-// by which formats are recognised: its times are those of the newest file, and its `inode` is a
-// hash over all of the files.
+// A value that changes when the checkpoint in a directory is replaced. The stamp covers the
+// metadata files of all formats or, if there are none, the first 1,000 files: its times are those
+// of the newest file, and its `inode` is a hash over all of them. For a single file, or a directory
+// without files, it is the result of stat.
 Result<FileInfo> FormatStamp(const ForeignFolder& folder);
 
 // One instance of each format. The comments name the file that implements it.

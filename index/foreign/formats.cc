@@ -124,8 +124,8 @@ std::span<const ForeignFormat* const> ForeignFormats() {
   return kFormats;
 }
 
-// A probe may take a few stats and one small read, not more, because each step of a training
-// directory is probed whenever the directory is listed.
+// A probe may take a few stats and small reads, not more, because each step of a training directory
+// is probed whenever the directory is listed.
 const ForeignFormat* FindForeignFormat(const ForeignFolder& folder) {
   for (const ForeignFormat* format : ForeignFormats()) {
     if (format->Probe(folder)) return format;

@@ -40,7 +40,7 @@ struct StoredShard {
   std::string key;
   DType dtype = DType::kU8;
   Dims shape;
-  Dims begin;         // Offsets in the global tensor.
+  Dims begin;  // Offsets in the global tensor.
   // True: the file has no saved offsets for the tensor.
   bool whole = true;
   std::uint32_t file = 0;
@@ -167,7 +167,7 @@ class HuggingFaceReader {
     if (wanted == nullptr) builder_.ReportLostFile(name, reason);
     if (wanted == nullptr) return {};
     for (auto& [key, found] : *wanted) {
-      // ReadByIndex reports the keys that are not found; these are reported below.
+      // Prevents a second report: ReadByIndex reports the keys that are not found.
       found = true;
       builder_.ReportLost(name, reason, ForeignBuilder::LostKind::kTensor, key);
     }
@@ -240,7 +240,8 @@ class HuggingFaceReader {
     return CheckAnyRead();
   }
 
-  // Reads the header. If the file has another known format, the error names that format.
+  // Reads the header. If the file is a git-lfs pointer, a zip or a file of torch.save, the error
+  // says so.
   Result<SafetensorsHeader> HeaderOf(const std::string& name, File& file) {
     Result<SafetensorsHeader> header = ReadSafetensorsHeader(file, UnknownDType::kLeaveOut);
     if (header.ok()) return header;

@@ -137,8 +137,8 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, C
   return out;
 }
 
-// Parses metadata.json; nullopt if the file does not name a backend, because then another program,
-// such as OLMo-core, wrote it.
+// Parses metadata.json; nullopt if the file cannot be read or parsed, or does not name a backend
+// (then another program, such as OLMo-core, wrote it).
 std::optional<nlohmann::json> ConfigOf(const ForeignFolder& folder) {
   const Result<std::string> text = folder.ReadFile(kConfigFile, std::uint64_t{1} << 20);
   if (!text.ok()) return std::nullopt;
@@ -246,7 +246,7 @@ Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets
   return region;
 }
 
-// TorchTree adds the tensors of the common state; all else becomes common values. Damaged or
+// TorchTree adds the tensors of the common state; other plain data become common values. Damaged or
 // unsupported content is only a warning, because the whole archive is also shown as an object.
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget) {
@@ -289,7 +289,7 @@ Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::u
 }
 
 // The file may be a legacy pickle, huge or damaged, so it is always added as an object; values and
-// tensors are added if it can be parsed.
+// tensors are added if it has at most 64 MiB and can be parsed.
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder) {
   if (!folder.Has(kCommonFile)) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder.AddFile(kCommonFile));

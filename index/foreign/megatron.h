@@ -24,8 +24,8 @@
 
 namespace tensormount {
 
-// The field sharded_backend of metadata.json ("torch_dist", "zarr"); empty if the file does not
-// exist or another program wrote it.
+// The field sharded_backend of metadata.json ("torch_dist", "zarr"); empty if the file is missing
+// or damaged, or another program wrote it.
 std::string MegatronBackend(const ForeignFolder& folder);
 // Checks metadata.json, if Megatron-Core wrote it. kUnsupported: a backend or version is unknown;
 // the message names the field.
@@ -57,13 +57,13 @@ class MegatronFlatShape {
 };
 
 // Adds the content of an archive of common state, which is a dict or a list with one dict. Tensors
-// get the keys on the path to them as names. Each other key of the dict with plain data becomes a
-// common value. The archive begins at byte `at` of file number `file`. `from` is the name of the
-// archive in warnings.
+// get the keys on the path to them as names. Each other key of the dict becomes a common value, as
+// far as it has plain data. The archive begins at byte `at` of file number `file`. `from` is the
+// name of the archive in warnings.
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget);
 
-// Adds common.pt, if it exists, as an object and as common values.
+// Adds common.pt, if it exists, as an object, and its tensors and values (AddMegatronCommon).
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder);
 
 }  // namespace tensormount

@@ -101,8 +101,8 @@ Status AddArray(ForeignBuilder& builder, std::string_view key, std::uint32_t num
                           meta.bytes(), strides);
 }
 
-// Adds one of several arrays. If something is wrong with this array alone, it is left out with a
-// warning.
+// Adds one of several arrays. If something is wrong with this array alone, it is left out: as lost
+// if it is damaged, with a warning if it is not supported.
 Status AddOrSkipArray(ForeignBuilder& builder, std::string_view key, std::uint32_t number,
                       std::uint64_t begin, std::uint64_t length, std::string head = {}) {
   const Status status = AddArray(builder, key, number, begin, length, std::move(head));

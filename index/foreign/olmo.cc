@@ -197,8 +197,8 @@ class OlmoFolderReader {
   }
 
   // Adds a pickle as an object, and, if the pickle is plain data, also as a common value. False if
-  // no file has the whole pickle with the right length; the caller then adds it as a tensor of
-  // bytes.
+  // the first file with the key does not have the whole pickle, or no file has the key; the caller
+  // then adds a tensor of bytes.
   Result<bool> AddPickled(const OlmoTensor& tensor, const std::string& key) {
     for (const OlmoShard& shard : tensor.shards) {
       const RankFile& file = files_[shard.file];

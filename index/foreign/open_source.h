@@ -28,7 +28,8 @@ enum class SourceKind {
 struct FoundSource {
   FileSystem* fs = nullptr;  // The file system of the source.
   SourceKind kind = SourceKind::kStore;
-  std::string path;  // The resolved path, without symlinks and "latest".
+  // The resolved path, without symlinks and "latest". A weight index itself may be a symlink.
+  std::string path;
   // Warnings of the search, such as damaged checkpoints that were skipped to find the latest.
   // OpenFound adds them to the warnings of the opened checkpoint.
   std::vector<std::string> warnings = {};
@@ -37,7 +38,8 @@ struct FoundSource {
 // Looks for COMMIT, store.json, a foreign format and a training directory, in this order. Reads
 // only names and the small files that tell formats apart. `roots`: the --root directories, which
 // may contain data of adopted checkpoints and targets of links. kNotFound: the path does not exist.
-// kUnsupported: the path is not a source; the message describes it.
+// kUnsupported: the path is not a source (the message describes it), or is in a store of a newer
+// format.
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots);
 // FindSource on the file system that `text` names (FileSystemFor).

@@ -101,7 +101,7 @@ std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignSte
 }
 
 // The result is a FileInfo, so that callers compare it like that of a single file. For a directory
-// its inode is the hash.
+// with files its inode is the hash.
 Result<FileInfo> FormatStamp(const ForeignFolder& folder) {
   if (!folder.file().empty()) return folder.Stat(folder.file());
   FileInfo mark;

@@ -27,7 +27,8 @@ namespace tensormount {
 
 // Makes the keys of one checkpoint. The parts of a path are joined with dots. If the result is
 // empty or was returned before, the path is spelled as in Python: ["a.b"][0]. A checkpoint needs
-// one instance for the tensors of all its files and one for the common values.
+// one instance for the tensors of all its files (with an index, one for each file) and one for the
+// common values.
 class TorchNames {
  public:
   // A part of a path. `number`: `text` is a number, which is spelled [0] and not ["0"]. `position`:
@@ -67,8 +68,8 @@ struct TorchTreeOptions {
 // largest subtrees without tensors as common values: {"optimizer": {"state": {0: tensor},
 // "param_groups": [...]}} gives optimizer.state.0 and optimizer.param_groups. Tensors that cannot
 // be shown are left out with a warning. kDataLoss: values contain others, or themselves, so often
-// that there are too many. `budget` limits the common values of all archives together. Call Add
-// once; all arguments must outlive the object.
+// that there are too many. kUnsupported: see CheckForeign. `budget` limits the common values of all
+// archives together. Call Add once; all arguments must outlive the object.
 class TorchTree {
  public:
   TorchTree(ForeignBuilder& builder, const TorchArchive& archive, std::uint32_t file,

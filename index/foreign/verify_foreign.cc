@@ -150,7 +150,8 @@ class ForeignVerifier {
     const std::uint32_t number = ranges.front().file;
     const std::uint64_t length = inventory_.files[number].length;
     if (BeginsZip(file, 0, length)) {
-      // A .distcp file also begins with a zip, its first item, but cannot be parsed as one archive.
+      // A .distcp file also begins with a zip, its first item, but with several items it cannot be
+      // parsed as one archive.
       const Result<ZipArchive> whole = ZipArchive::Read(file, 0, length);
       if (whole.ok()) {
         CheckEntries(file, whole.value(), ranges);
@@ -208,8 +209,8 @@ class ForeignVerifier {
     in_archive_ = 0;
   }
 
-  // Whether the caller's watch has ended the verification. Called before each archive and after
-  // each block of an entry.
+  // Whether the caller's watch has ended the verification. Called before each file and each entry,
+  // and after each block of an entry.
   bool IsStopped() {
     if (ended_.ok() && options_.watch) {
       ended_ = options_.watch(std::min(report_.bytes_checked + in_archive_, total_), total_);

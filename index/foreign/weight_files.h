@@ -16,9 +16,9 @@
 #include "base/file_system.h"
 #include "index/foreign/foreign.h"
 
-// Finds the files with the weights in a Hugging Face directory. If a directory has several sets of
-// weights with the same tensors, the set that the usual readers (transformers, diffusers, vLLM)
-// prefer is used; if the sets differ, the directory is refused.
+// Finds the files with the weights in a Hugging Face directory. If a directory has a single file
+// and an index with the same tensors, the one that the usual reader (transformers, diffusers)
+// prefers is used; if they differ, the directory is refused.
 
 namespace tensormount {
 
@@ -51,7 +51,7 @@ bool IsWeightIndex(std::string_view name);
 // Largest size of an index in bytes, enough for about six million keys.
 inline constexpr std::uint64_t kMaxWeightIndexBytes = std::uint64_t{1} << 30;
 
-// By file: the keys that it contains.
+// By file: the keys that an index lists for it.
 using WeightMap = std::map<std::string, std::set<std::string>>;
 // Reads the weight_map of an index. kDataLoss: the index is malformed, has a key twice, or a file
 // name is invalid (kPermissionDenied for ".."). kUnsupported: the index is larger than
@@ -63,7 +63,8 @@ using ListWeights = std::function<Result<ForeignInventory>(const std::string& na
 // Chooses between files.single and files.index. An index is ignored if none of its files exists,
 // and chosen if it lists only the single file. Otherwise `list` reads both. If they have the same
 // keys, shapes and dtypes, the choice is that of the usual reader, and a warning names both; if
-// not, the result is kUnsupported (AmbiguousWeights), because readers choose differently.
+// not, or if one has losses or cannot be read, the result is kUnsupported (AmbiguousWeights),
+// because readers choose differently.
 Result<std::string> ChooseWeights(const WeightFiles& files, ForeignBuilder& builder,
                                   const ListWeights& list);
 

@@ -32,9 +32,9 @@ struct ZarrArray {
 
 // Parses .zarray. `raw_is_bf16`: "|V2" means bfloat16, which Megatron-Core stored in this way, and
 // not raw bytes. kDataLoss: invalid JSON, or shape and chunks that do not match or overflow.
-// kUnsupported: another format version, a compressor, filters, or an element type that
-// DTypeFromNpyDescr does not support. The sizes in bytes of the shape and of a chunk fit 64 bits,
-// so products of extents need no checks.
+// kUnsupported: another format version, a compressor, filters, more than kMaxRank axes, or an
+// element type other than "bfloat16" that DTypeFromNpyDescr does not support. The sizes in bytes of
+// the shape and of a chunk fit 64 bits, so products of extents need no checks.
 Result<ZarrArray> ParseZarray(std::string_view json, bool raw_is_bf16 = false);
 
 // The index of the chunk with a name like "1.0.2" (no signs, no leading zeros). nullopt if the name

@@ -4,7 +4,7 @@
 //
 // An open reads COMMIT and, of a large index, only the tail, because a mount opens every checkpoint
 // that a user looks into. Damage that has a substitute (the other copy of COMMIT, an index that
-// fsck rebuilt, the manifests) becomes a warning. The open fails only when no substitute is left.
+// fsck rebuilt, the manifests) becomes a warning. Without a substitute the open fails.
 #include "index/read/checkpoint.h"
 
 #include "base/checked.h"
@@ -28,8 +28,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
   opened->fs_ = &fs;
   opened->directory_ = directory;
-  // The lock is taken first: gc needs the exclusive lock, so the checkpoint cannot be deleted after
-  // this.
+  // The lock is taken first: gc needs the exclusive lock, so it does not delete the checkpoint
+  // after this (PinCommit: except without locks).
   TENSORMOUNT_ASSIGN_OR_RETURN(PinnedCommit commit_file, PinCommit(fs, directory, options.pinned));
   opened->pinned_ = std::move(commit_file.directory);
   opened->lock_ = std::move(commit_file.file);
@@ -62,7 +62,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   // An index of another version, an index that is not a regular file, and an index that cannot be
   // read are treated as missing. Manifests have a version of their own.
   const Status damage = index.status();
-  // The index that fsck rebuilt is tried first. It costs no more than the original, while a rebuild
+  // The index that fsck rebuilt is tried first. It costs one read of an index, while a rebuild
   // reads all manifests and keeps all records in memory.
   if (CheckpointIndex::IsCopyDamaged(damage) && options.rebuild_index) {
     index = OpenDerivedIndex(fs, directory, commit);
@@ -141,7 +141,7 @@ std::string OpenedCheckpoint::name() const {
   return std::string(name);
 }
 
-// The path is for messages and cache keys. Files are opened by AccessPath.
+// The path is for messages and cache keys, and the access path of a foreign file.
 std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   return JoinPath(record.placement == Placement::kForeign ? index_->info().root : directory_,
@@ -186,8 +186,8 @@ Result<std::shared_ptr<File>> OpenedCheckpoint::SharedFile(std::uint32_t file) c
 
 void OpenedCheckpoint::EvictFile(std::uint32_t file) const { files_->open.Erase(FilePath(file)); }
 
-// Compares size and mtime with the record, and the change time with its value at the first use of
-// the file through this object. A program can restore an mtime but not a change time.
+// Compares size and mtime with the record, and the change time with its last accepted value
+// (ForeignChanges). A program can restore an mtime but not a change time.
 Status OpenedCheckpoint::CheckFileUnchanged(std::uint32_t file, File& open) const {
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return Status();
@@ -264,7 +264,7 @@ Result<std::optional<ExtentLookup::FileRun>> OpenedCheckpoint::FileRunOf(
   return lookup->file_run();
 }
 
-// In a mount the kernel reads such a file directly (passthrough), so every check of a read is made
+// In a mount the kernel reads such a file directly (passthrough), so the checks of an open are made
 // here: the size, that it is a regular file, and that it did not change.
 Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
   const Status none(Code::kNotFound, "tensor " + tensor.meta.key() +

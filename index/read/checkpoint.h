@@ -36,8 +36,8 @@ enum class ReadVerify {
   kWholeLeaves,  // Compares only leaves that the read covers completely.
   // Reads whole leaves (or pages, if they have hashes), so that every byte is compared.
   kExtendLeaves,
-  // Like kExtendLeaves, but does not compare bytes that were proven since the file last changed
-  // (OpenedCheckpoint::proven).
+  // Like kExtendLeaves, but does not compare the wanted bytes of a chunk or object part if all of
+  // them were proven since the file last changed (OpenedCheckpoint::proven).
   kOnce,
 };
 
@@ -56,16 +56,16 @@ struct ReadStats {
 // object of a committed checkpoint has a shared flock on COMMIT, so that gc does not delete the
 // checkpoint; on filesystems without locks it has none (PinCommit). Data files are opened at the
 // first read; at most `max_open_files` stay open between reads.
-// Readers keep a shared_ptr to the object. Lookups, mappings and extents that it returns are shared
-// and may outlive it.
+// Readers keep a shared_ptr to the object. Mappings and extents that it returns are shared and may
+// outlive it.
 class OpenedCheckpoint {
  public:
   struct Options {
-    // Whether to rebuild a missing or damaged index in memory from the manifests, with a warning.
-    // If false, the open fails.
+    // Whether to bypass a missing or damaged index, with a warning: by the index that fsck rebuilt,
+    // or by a rebuild in memory from the manifests. If false, the open or the read fails.
     bool rebuild_index = true;
     // An index of up to this many bytes is compared with its hash at open. Of a larger index only
-    // the tail is compared; other damage is found, and bypassed, when a read meets it.
+    // the tail is compared; other damage is found when a read meets it (rebuild_index).
     std::uint64_t check_index_bytes = kMaxFullyCheckedIndexBytes;
     std::size_t max_open_files = 512;
     // Directories in which the operator allows data of adopted checkpoints, no matter who published
@@ -80,8 +80,9 @@ class OpenedCheckpoint {
 
   // Opens a checkpoint directory. kNotFound: no COMMIT. kStale: the checkpoint is being deleted, or
   // was deleted. kDataLoss: both copies of COMMIT are damaged, or the index is damaged and cannot
-  // be rebuilt. kUnsupported: a newer format. kPermissionDenied: the data are outside of the
-  // directory, in a place that only the operator may allow (Options::roots).
+  // be rebuilt. kUnsupported: a newer format. kPermissionDenied: the process may not open a file,
+  // or the data are outside of the directory, in a place that only the operator may allow
+  // (Options::roots). Or the errno of another failed system call.
   static Result<std::shared_ptr<OpenedCheckpoint>> Open(FileSystem& fs,
                                                         const std::string& directory,
                                                         const Options& options);
@@ -95,9 +96,11 @@ class OpenedCheckpoint {
 
   FileSystem& fs() const { return *fs_; }
   const std::string& directory() const { return directory_; }
-  // Path for opening files of the checkpoint. Valid while this object lives, even after a rename.
+  // Path for opening a checkpoint's own files. Valid while this object lives, even after a rename.
+  // For a foreign checkpoint: directory().
   const std::string& pinned_directory() const { return *pinned_; }
-  std::string name() const;  // Last component of directory().
+  // Last component of directory(). For a foreign checkpoint of one file: without the extension.
+  std::string name() const;
   const CheckpointIndex& index() const { return *index_; }
   // The decoded COMMIT. Null for foreign checkpoints that are read in place.
   const DecodedCommit* commit() const { return has_commit_ ? &commit_ : nullptr; }
@@ -107,19 +110,19 @@ class OpenedCheckpoint {
   // Adds a warning of the caller that selected this checkpoint. Call it before the object is
   // shared.
   void AddWarning(std::string warning) { warnings_.push_back(std::move(warning)); }
-  // Data that a foreign checkpoint names and its files lack. warnings() repeats the losses. Empty
-  // for native checkpoints, where missing data fail the open or the read.
+  // Data that a foreign checkpoint names and its files lack. warnings() repeats the losses, up to a
+  // limit. Empty for checkpoints with a COMMIT.
   const std::vector<ForeignLoss>& lost() const { return lost_; }
   // Names of other data in a foreign checkpoint's directory, which are not part of the checkpoint
   // (ForeignInventory::beside).
   const std::vector<std::string>& beside() const { return beside_; }
   bool index_was_rebuilt() const { return index_rebuilt_; }
-  // Ranges of data files that reads with kOnce have proven.
+  // Ranges of data files that reads with kOnce, or mounts, have proven.
   ProvenRanges& proven() const { return *proven_; }
 
   // The chunks of a tensor. Locates pending chunks, which reads a few bytes of each item that
-  // contains a chunk of the tensor. Errors: kDataLoss and kUnsupported (ItemResolver), kStale, or
-  // the errno of a read.
+  // contains a chunk of the tensor. Errors: kDataLoss (damaged index, missing file, ItemResolver),
+  // kUnsupported (ItemResolver), kStale, or the errno of a read.
   Result<std::shared_ptr<const ExtentTable>> Extents(const TensorEntry& tensor) const;
 
   // Makes and caches the lookup that reads of a tensor use. Call it before starting several reads
@@ -129,8 +132,9 @@ class OpenedCheckpoint {
   // strided. `digest`, if not null, receives the contribution to the tensor's digest of the bytes
   // *as they arrived in `out`* (base/hash.h). After an error the contents of `out` are undefined.
   // Errors: kInvalidArgument (region, dtype, shape); kDataLoss with tensor, box, file and byte
-  // (checksum mismatch, short or missing file); kStale if a foreign file changed before its bytes
-  // were read and no hash proved them; or the errno of the read.
+  // (checksum mismatch, short or missing file); kStale if a foreign file changed, unless it was
+  // open already and hashes proved the bytes; kUnsupported if `out` is device memory; or the errno
+  // of the read.
   Status Read(const TensorEntry& tensor, const Region& region, const BufferView& out,
               ReadVerify verify, ReadStats* stats, Crc64* digest) const;
   // Like Read, into memory that `want` describes: disjoint placed boxes of the tensor's bytes
@@ -146,9 +150,10 @@ class OpenedCheckpoint {
   // outlive this object.
   [[nodiscard]] std::shared_ptr<const void> ReadInOrder() const;
   // Maps the bytes that ReadBytes would copy. Returns ranges in order, at most kMaxMapped. Empty if
-  // the bytes are not a few long runs of mappable files, or if `verify` requires comparing them
-  // with hashes; the caller then reads. Pass the ranges to a system call: if somebody truncates the
-  // file later, a system call fails with EFAULT, but an access raises SIGBUS.
+  // the bytes are not a few runs of mappable files, if a file is foreign (ForeignFiles), or if
+  // `verify` requires comparing the bytes with hashes; the caller then reads. Pass the ranges to a
+  // system call: if somebody truncates the file later, a system call fails with EFAULT, but an
+  // access raises SIGBUS.
   static constexpr std::size_t kMaxMapped = 8;
   struct MappedRange {
     const std::byte* data = nullptr;
@@ -180,8 +185,8 @@ class OpenedCheckpoint {
   // Path of file number `file` on the host, for messages. `file` must be less than
   // index().files().size().
   std::string FilePath(std::uint32_t file) const;
-  // Path of file number `file` that stays valid while this object lives, even if the checkpoint is
-  // renamed.
+  // Path for accessing file number `file`. For a checkpoint's own files it stays valid while this
+  // object lives, even if the checkpoint is renamed.
   std::string AccessPath(std::uint32_t file) const;
   // Whether another program wrote file number `file`.
   bool IsForeignFile(std::uint32_t file) const;
@@ -196,15 +201,16 @@ class OpenedCheckpoint {
   // Removes file number `file` from the cache. The next read opens the file's name again, which may
   // then be a repaired copy.
   void EvictFile(std::uint32_t file) const;
-  // Checks that a foreign file did not change since it was opened; kStale if it did. Call this
-  // after reading foreign bytes that no hash proves. Always OK for the checkpoint's own files.
+  // Checks that a foreign file still matches its record and did not change since its first use
+  // through this object; kStale if not. Call this after reading foreign bytes that no hash proves.
+  // Always OK for the checkpoint's own files.
   Status CheckFileUnchanged(std::uint32_t file, File& open) const;
 
   struct Files;  // Private to index/read/ (file_cache.h).
 
  private:
   OpenedCheckpoint();
-  struct PlannedRead;  // The chunks that a read touches, and the copy plan over them.
+  struct PlannedRead;  // The chunks that a read may touch, and the copy plan over them.
   Result<PlannedRead> PlanRead(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
   std::size_t StartParts(const PlannedRead& planned, std::size_t first, ReadVerify verify) const;
   // Reads all parts of a plan once. `once` is null unless `verify` is kOnce.
@@ -243,8 +249,8 @@ Result<Inventory> RebuildInventory(FileSystem& fs, const std::string& directory,
                                    const CommitRecord& commit);
 
 struct VerifyOptions {
-  // Whether to check only COMMIT, the listing, manifests, the index and the lengths of data files.
-  // The data are then not read.
+  // Whether to check only COMMIT, the listing, manifests, the index, the lengths of data files, and
+  // that foreign files are unchanged. The data are then not read.
   bool quick = false;
   // Directories in which data of adopted checkpoints are allowed
   // (OpenedCheckpoint::Options::roots).
@@ -253,7 +259,7 @@ struct VerifyOptions {
   Watch watch;      // Progress and cancellation; may be empty.
 };
 struct VerifyReport {
-  // One entry for each damage: "tensor w [0:16, 128:256]: data/…: byte 4096: checksum differs".
+  // One entry for each damage: "tensor w [0:16, 128:256]: data/…: byte 4096: checksum mismatch".
   struct Damage {
     std::string
         object;  // "tensor w [0:16, 128:256]", "object rng", "COMMIT", "index", "manifest/…".
@@ -269,12 +275,12 @@ struct VerifyReport {
     // index/store/costs.h fills it.
     std::vector<std::string> shared_with = {};
     // If `lost`: all keys of the missing data, tensors before objects. `object` has only their
-    // number.
+    // number, or a single key.
     std::vector<std::string> keys = {};
   };
   std::vector<Damage> damages;
-  // Damage for which the store has a substitute (an index that fsck rebuilt). For a foreign
-  // checkpoint: warnings of the open that are not losses.
+  // Damage for which the store has a substitute (an index that fsck rebuilt), and why something
+  // could not be checked. For a foreign checkpoint also: warnings of the open that are not losses.
   std::vector<std::string> warnings;
   std::uint64_t bytes_checked = 0;
   // The part of bytes_checked that could only be read, because there are no hashes (foreign
@@ -285,8 +291,9 @@ struct VerifyReport {
 };
 // Checks everything that belongs to the checkpoint: both copies of COMMIT, every manifest and index
 // file, index records against the manifests, every extent, every leaf of every data file that has
-// hashes, digests of tensors whose chunks were all read, and surplus files. Damage is in the
-// report. The call fails if something could not be checked and no damage was found.
+// hashes, digests of tensors whose chunks are all intact, and surplus files. Damage is in the
+// report. The call fails if the checkpoint cannot be opened (a damaged COMMIT is in the report), or
+// if something could not be checked and no damage was found.
 Result<VerifyReport> VerifyCheckpoint(FileSystem& fs, const std::string& directory,
                                       const VerifyOptions& options);
 

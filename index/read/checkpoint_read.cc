@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads of regions, for index/read/checkpoint.h. PlanRead finds the chunks that a read touches and
-// makes a CopyPlan from their bytes to the buffer. ReadPlan executes the plan part by part.
+// Reads of regions, for index/read/checkpoint.h. PlanRead finds the chunks that a read may touch
+// and makes a CopyPlan from their bytes to the buffer. ReadPlan executes the plan part by part.
 // MapPlaced uses the same plan to return mappings instead of reading.
 //
 // Part of a plan                      read by
 // one run, or runs of 32 KiB and more reading to the destination, hashed on the way
-// short runs with gaps between them   copying from a mapping if one is safe, else from windows;
+// other short runs                    copying from a mapping if one is safe, else ReadStrided;
 //                                     leaves to check are hashed there too
 // neighbours in file and buffer       one read for all, then checked one by one
 //
@@ -31,13 +31,13 @@ namespace {
 // bytes of the runs.
 constexpr std::uint64_t kMostGaps = 8;
 
-// Runs of at least this many bytes are read directly to their destination; shorter runs are
-// gathered.
+// In a part of several runs, runs of at least this many bytes are read one by one to their
+// destination; shorter runs are gathered.
 constexpr std::uint64_t kLongRun = 32 * 1024;
 // Largest single read for neighbouring parts. It stays in the processor's cache until it is
 // checked.
 constexpr std::uint64_t kJoinedBytes = std::uint64_t{1} << 20;
-// Largest number of parts, and of bytes, that are announced to storage at once.
+// Parts are announced to storage together up to this number, and until they have this many bytes.
 constexpr std::size_t kPartsAhead = 64;
 constexpr std::uint64_t kBytesAhead = std::uint64_t{16} << 20;
 
@@ -156,8 +156,8 @@ Status ReadPart(StoredRangeReader& reader, std::uint64_t chunk_offset, bool exte
     if (!extend && (span != copy.bytes() || !reader.verifies())) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(end));
       // Without a mapping guard, a page that the disk cannot deliver would end the program. All
-      // pages are therefore fetched first, unless most of them are not needed. After a failure the
-      // read below reports the reason.
+      // pages are therefore fetched first, or, if most of them are not needed, the mapping is not
+      // used. After a failure the read below reports the reason.
       const auto safe = [&] {
         const auto bytes = static_cast<std::size_t>(span);
         const std::byte* const first = map + copy.src_offset;
@@ -209,8 +209,8 @@ ByteRange SourceRangeOf(std::span<const CopyPlan::Part> parts, std::uint32_t num
 
 // Returns the end of the parts, from `first` on, that one read can serve. Such parts are single
 // runs of one file that are neighbours in file and buffer, such as thousands of small chunks that
-// many ranks saved into one file. If leaves must be read as a whole, only whole chunks are joined,
-// because a partial chunk needs bytes outside of its part.
+// many ranks saved into one file. If leaves must be read as a whole, chunks with hashes are joined
+// only if they are whole, because a partial chunk needs bytes outside of its part.
 std::size_t JoinableParts(std::span<const CopyPlan::Part> parts, std::size_t first,
                           std::span<const ChunkRecord> chunks, ReadVerify verify) {
   std::uint64_t bytes = 0;
@@ -279,8 +279,8 @@ Status CheckUnchangedAfterRead(const OpenedCheckpoint& checkpoint, const TensorM
 
 }  // namespace
 
-// The lookup is made once for each tensor and cached, with its size as weight, because mounts read
-// a tensor in thousands of small calls.
+// The lookup of a tensor is cached, with its size as weight, because mounts read a tensor in
+// thousands of small calls.
 Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
     const TensorEntry& tensor) const {
   if (std::shared_ptr<const ExtentLookup> known = files_->lookups.Get(tensor.ordinal)) return known;
@@ -309,8 +309,9 @@ Status OpenedCheckpoint::Prepare(const TensorEntry& tensor) const {
 }
 
 // The lookup finds candidates by byte range. The packed table rows of the candidates are compared
-// with the hull, and only rows that meet the hull are decoded. CopyPlan::Make then proves that the
-// parts fill the wanted boxes exactly, and names a box that is stored in no chunk.
+// with the hull (if elements are whole bytes), and only rows that may meet the hull are decoded.
+// CopyPlan::Make then proves that the parts fill the wanted boxes exactly, and names a box that is
+// stored in no chunk.
 Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
     const TensorEntry& tensor, std::span<const PlacedBox> want) const {
   const TensorMeta& meta = tensor.meta;
@@ -366,10 +367,10 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   return ReadPlan(tensor, planned, want, base, verify, nullptr, stats, digest);
 }
 
-// Announces the parts from `first` on to storage, so that a disk or server works on all of them
-// while the read waits for the first. Returns the first part that was not announced. Nothing is
-// announced if one byte range covers all parts, or if the first byte is in memory. A failure to
-// open a file is left to the read.
+// Announces parts from `first` on to storage, so that a disk or server works on all of them while
+// the read waits for the first. Returns the first part that was not looked at. Nothing is announced
+// if one byte range covers the parts, or if the first byte is in memory. A failure to open a file
+// is left to the read.
 std::size_t OpenedCheckpoint::StartParts(const PlannedRead& planned, std::size_t first,
                                          ReadVerify verify) const {
   struct Stretch {
@@ -384,7 +385,7 @@ std::size_t OpenedCheckpoint::StartParts(const PlannedRead& planned, std::size_t
   for (; i < parts.size() && i - first < kPartsAhead && bytes < kBytesAhead; ++i) {
     const ChunkRecord& chunk = planned.chunks[parts[i].chunk];
     ByteRange want = SourceRangeOf(parts.subspan(i, 1), parts[i].chunk);
-    // Most bytes in this range are not wanted. StoredRangeReader announces the runs itself.
+    // Most bytes in this range are not wanted. ReadStrided announces short runs itself.
     if (want.size() > 2 * parts[i].copy.bytes()) continue;
     if (ExtendsLeaves(verify) && chunk.has_hash && want.begin >= chunk.offset) {
       const std::uint64_t first_leaf = (want.begin - chunk.offset) / kLeafBytes;
@@ -416,8 +417,8 @@ std::size_t OpenedCheckpoint::StartParts(const PlannedRead& planned, std::size_t
 
 // Reads the parts in plan order, which is chunk order. A chunk whose wanted bytes are proven
 // (`held`) is read without comparison. Parts that can join their neighbours are read together.
-// `file` is kept from chunk to chunk; when another file follows, a foreign file is checked for
-// changes.
+// `file` is kept from chunk to chunk; when another file follows, a foreign file with unproven bytes
+// is checked for changes.
 Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& planned,
                                   std::span<const PlacedBox> want, std::byte* base,
                                   ReadVerify verify, ProvingRead* once, ReadStats& stats,
@@ -432,9 +433,9 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
   // Whether bytes that no hash proves were read from `file`. A foreign file must then be checked
   // for changes.
   bool unproven = false;
-  // Parts before this one are already in the buffer, but not checked.
+  // Parts before this one are in the buffer; those from `i` on are not checked yet.
   std::size_t arrived = 0;
-  std::size_t told = 0;  // Parts before this one were announced to storage.
+  std::size_t told = 0;  // StartParts has looked at the parts before this one.
   for (std::size_t i = 0; i < parts.size();) {
     if (i >= told) told = StartParts(planned, i, verify);
     const std::uint32_t number = parts[i].chunk;
@@ -554,8 +555,8 @@ Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offs
   return status;
 }
 
-// An object part is one run, so there is no plan. Proven bytes and a file that changed are treated
-// as in ReadPlaced.
+// An object part is one run, so there is no plan. Proven bytes are treated as in ReadPlaced. If a
+// foreign file changed, the result is kStale, even if hashes proved or refuted the bytes.
 Status OpenedCheckpoint::ReadObject(const ObjectRecord& object, std::uint64_t offset, void* out,
                                     std::size_t size, ReadVerify verify) const {
   std::string name = "object " + object.key;

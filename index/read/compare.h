@@ -39,12 +39,13 @@ struct Mismatch {
   std::optional<std::uint64_t> first_bytes;
   std::optional<std::uint64_t> second_bytes;
   // For kChanged: how the sides differ, such as "dtype bf16 and f32", "shape [4] and [5]", "digests
-  // differ", "bytes differ", "0.1 and 0.2". For a common value that only one side has: the value,
-  // shortened.
+  // differ", "bytes differ", "0.1 in the first and 0.2 in the second". For a common value that only
+  // one side has: the value, shortened.
   std::string reason;
   // Position of the first differing element of a tensor, if bytes were compared.
   std::optional<std::uint64_t> first_element;
-  // Numeric differences, if CompareOptions::values is set and both sides are numeric.
+  // Numeric differences, if CompareOptions::values is set and both sides are numeric and of one
+  // shape.
   std::optional<ValueMismatch> values;
 };
 
@@ -55,8 +56,9 @@ struct CompareSummary {
   std::uint64_t removed = 0;
   std::uint64_t changed = 0;
   std::uint64_t equal = 0;
-  // Tensors and objects with equal dtype and shape on both sides, by the kind of comparison.
-  std::uint64_t by_digest = 0;  // Compared without reading data.
+  // Tensors of equal dtype and shape, and object parts of equal grid and size, by the kind of
+  // comparison.
+  std::uint64_t by_digest = 0;  // Both sides have digests or hashes, or no bytes.
   // Compared by reading data.
   std::uint64_t by_bytes = 0;
   std::uint64_t bytes_read = 0;  // Bytes read of both sides together.
@@ -78,8 +80,9 @@ struct CompareOptions {
 // Keys of the first side are renamed before (first_names), so that a rename alone is no mismatch.
 // Data are read only where a side has no digest (objects: no hash), or if `values` is set. Several
 // threads read blocks in row-major order; every byte that has a hash is verified. Memory is two
-// blocks for each thread and a few thousand keys, and with renames 4 bytes for each tensor. The
-// first error of a read (with tensor and file) or of `each` ends the call.
+// blocks for each thread, a few thousand keys and the object parts, and with renames 4 bytes for
+// each tensor. The first error of a read (with tensor and file), of `each` or of the watch ends the
+// call.
 Result<CompareSummary> CompareCheckpoints(const OpenedCheckpoint& first,
                                           const OpenedCheckpoint& second,
                                           const CompareOptions& options,

@@ -14,7 +14,8 @@ namespace {
 
 using Each = std::function<Status(const Mismatch&)>;
 
-constexpr std::size_t kMostText = 60;  // Longest text of a value in a report, in bytes.
+// Longest text of a value that only one side has, in bytes.
+constexpr std::size_t kMostText = 60;
 
 // The text of a value, cut at a character boundary.
 std::string Shown(const CommonValue& value) {

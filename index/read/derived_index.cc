@@ -25,8 +25,8 @@ Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const Com
   const std::string derived = JoinPath(JoinPath(directory, ".."), store_paths::kDerivedFolder);
   TENSORMOUNT_RETURN_IF_ERROR(fs.EnsureDirectory(derived));
   const std::string target = JoinPath(derived, commit.uuid.ToString());
-  // The index is built under a temporary name and renamed, so that a reader sees a complete index
-  // or none. Files, then directories, are synced before the rename.
+  // The index is built under a temporary name and renamed, so that a reader never sees a
+  // half-written index. Files, then directories, are synced before the rename.
   const std::string temporary = target + ".tmp-" + Uuid::Random().Short();
   const auto build = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(temporary));

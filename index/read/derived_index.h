@@ -13,7 +13,8 @@
 
 // The derived index of a checkpoint, which fsck rebuilt: STORE/.derived/UUID/ has the index and a
 // RECORD, an encoded commit record that lists only the index. A derived index is used only if the
-// checkpoint's own index is damaged. `directory` is the checkpoint's directory in its store.
+// checkpoint's own index is damaged or missing. `directory` is the checkpoint's directory in its
+// store.
 
 namespace tensormount {
 

@@ -47,8 +47,8 @@ void ReadAhead::End() {
   windows_.clear();
 }
 
-// A read that does not start at the end of the file's previous read, or shortly behind it, is
-// passed through, so that random access causes no read-ahead.
+// A read that is not within the window, and does not start at the end of the file's previous read
+// or shortly behind it, is passed through, so that random access causes no read-ahead.
 Result<std::size_t> ReadAhead::ReadAt(const std::shared_ptr<OpenDataFile>& file,
                                       std::uint64_t offset, void* out, std::size_t size,
                                       std::uint64_t* read) {

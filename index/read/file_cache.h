@@ -45,7 +45,8 @@ class OpenDataFile {
   // mapping raises SIGBUS; tensormount never truncates sealed files (docs/format.md, "Sealed
   // files").
   const std::byte* MappingTo(std::uint64_t end);
-  // Whether mincore is accurate for this file (base/mapping.h). Valid after a successful MappingTo.
+  // Whether mincore is known to be accurate for this file (base/mapping.h). Valid after a
+  // successful MappingTo.
   bool mincore_is_true() const { return mincore_is_true_; }
 
  private:
@@ -130,7 +131,7 @@ struct OpenedCheckpoint::Files {
   ReadAhead ahead;
   // Closes cached files without readers when the process runs out of descriptors.
   const SpareDescriptors spare{[this](bool may_wait) { open.Clear(may_wait); }};
-  // Change times of foreign files at their first use through this checkpoint.
+  // States of foreign files since their first use through this checkpoint.
   ForeignChanges changes;
   // Lookups by tensor ordinal, with pending chunks located. Cached because a mount uses a tensor's
   // lookup thousands of times.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Foreign files belong to other programs, so they may change, disappear, or become links to other
-// places at any time. Each file is opened below its root without leaving it, and its size and times
-// are compared with the record before and after bytes are read.
+// places at any time. Each file is opened below its root without leaving it, and its size and mtime
+// are compared with the record before bytes are read, and again after bytes that no hash proves.
 #include "index/read/foreign_file.h"
 
 #include <cerrno>

@@ -24,14 +24,14 @@ namespace tensormount {
 // not, it was made when the source was opened. Always OK for the checkpoint's own files.
 Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted);
 
-// The change time of each foreign file at its first use through one opened checkpoint, for
+// The change time of each foreign file since its first use through one opened checkpoint, for
 // detecting writes that restored the mtime. A record does not have the change time, because a copy
 // of the file has another. Thread-safe.
 class ForeignChanges {
  public:
-  // kStale if the foreign file `number` was changed since the first call for it. `info` is its
-  // present state. A new change time is accepted if mode, owner, link count or inode changed with
-  // it.
+  // kStale if the foreign file `number` was changed since its last accepted state, at first that of
+  // the first call for it. `info` is its present state. A new change time is accepted if mode,
+  // owner, link count or inode changed with it.
   Status Check(std::uint32_t number, const FileRecord& record, const FileInfo& info);
 
  private:
@@ -61,8 +61,8 @@ std::optional<BoundedName> NameWithin(const std::vector<std::string>& bounds,
 
 // Opens a foreign file below the base. kStale: the file changed, or the path of an adopted file now
 // leaves the base; no other failure has this code. kPermissionDenied: the path of a file that is
-// not adopted leaves the base. kNotFound: the file or its root is missing; the message names the
-// missing one.
+// not adopted leaves the base, or the process may not read the file. kNotFound: the file or its
+// root is missing; the message names the missing one.
 Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase& base,
                                               const FileRecord& record, bool adopted);
 

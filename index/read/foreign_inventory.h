@@ -23,14 +23,16 @@ namespace tensormount {
 // opens without a million small reads. Called on any thread, several at a time.
 // On entry, offset and length of `chunk` describe an item of `file`. The resolver replaces these
 // two and the strides by those of the bytes of chunk.region. kDataLoss: the item contradicts the
-// metadata (dtype, shape, size). kUnsupported: the item's bytes cannot be read in place.
+// metadata (dtype, shape, size). kUnsupported: the item's bytes cannot be read in place. Or the
+// errno of a read.
 using ItemResolver = std::function<Status(const TensorMeta& meta, File& file, ChunkRecord& chunk)>;
 
 // A foreign checkpoint, ready to be opened.
 struct ForeignInventory {
   Inventory inventory;
   ItemResolver resolver;  // Empty if no chunk is pending.
-  // Texts about omitted or incomplete data, with the reason; losses first. Limited in number.
+  // Texts about omitted or incomplete data, with the reason; losses that concern a file first.
+  // Limited in number.
   std::vector<std::string> warnings;
   std::vector<ForeignLoss> lost;
   // Names of files and directories beside the checkpoint that hold data but are not part of it

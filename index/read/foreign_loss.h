@@ -23,8 +23,8 @@ struct ForeignLoss {
   // left out.
   bool holes = false;
 
-  // The lost data in a few words: "tensor w", "14 tensors and 2 objects", "its contents" (if no
-  // keys are known).
+  // The lost data in a few words: "tensor w", "14 tensors and 2 objects", "the contents of the
+  // file" (if no keys are known).
   std::string Summary() const;
   // The first few keys, ": a, b, c, ...", if Summary() has only numbers; else empty.
   std::string Examples() const;

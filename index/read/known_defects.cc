@@ -19,7 +19,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::size_t kMostListed = 3;
-constexpr std::size_t kMostMoments = 64;  // Largest number of moments whose values are read.
+constexpr std::size_t kMostMoments = 64;  // Largest number of moments read of an optimizer.
 // Largest number of values that are read of one tensor.
 constexpr std::size_t kMostNumbers = 1024;
 

@@ -13,9 +13,9 @@
 namespace tensormount {
 namespace {
 
-// Takes the reader's lock. kBusy while gc deletes the checkpoint. On filesystems without locks the
-// function succeeds, and logs that once. There gc deletes only checkpoints that have been in .trash
-// for as long as the operator specifies with --grace.
+// Takes the reader's lock. kBusy while gc deletes the checkpoint, or a repair replaces COMMIT. On
+// filesystems without locks the function succeeds, and logs that once. There gc deletes only
+// checkpoints that have been in .trash for as long as the operator specifies with --grace.
 Status LockAsReader(const FileSystem& fs, File& commit) {
   const Status lockable = fs.Need(Ability::kLocks, commit.path());
   const Status locked = lockable.ok() ? commit.TryLockShared() : lockable;
@@ -62,12 +62,13 @@ Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
   // The order open, lock, stat matters: gc deletes COMMIT while it has the exclusive lock. If a
   // reader has the lock and the link count is above 0, the checkpoint stays.
   if (Status locked = LockAsReader(fs, *commit.file); !locked.ok()) {
-    // Only gc takes the exclusive lock, and only on removed checkpoints.
+    // Gc takes the exclusive lock on removed checkpoints, and a repair while it replaces COMMIT.
     if (locked.code() != Code::kBusy) return locked;
     return Status(Code::kStale, directory + ": the checkpoint is being deleted");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(commit.info, commit.file->Stat());
-  // A link count of 0 means that gc had the lock before us and deleted COMMIT.
+  // A link count of 0 means that gc had the lock before us and deleted COMMIT, or that a repair
+  // replaced COMMIT.
   if (fs.Can(Ability::kStamps) && commit.info.links == 0) {
     return Status(Code::kStale, directory + ": the checkpoint was deleted");
   }

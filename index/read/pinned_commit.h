@@ -13,8 +13,8 @@
 // removed.
 
 // A removal moves a checkpoint to .trash. Gc takes the same lock exclusively before it deletes
-// anything there. If a reader has the lock, gc keeps the checkpoint; a reader that comes later gets
-// kStale instead of half a checkpoint.
+// anything there (without locks it deletes only with --grace). If a reader has the lock, gc keeps
+// the checkpoint; a reader that comes later gets kStale instead of half a checkpoint.
 namespace tensormount {
 
 // A reader's lock on a checkpoint: its directory and the open COMMIT. Keep the object as long as
@@ -23,13 +23,14 @@ struct PinnedCommit {
   // Result of FileSystem::PinDirectory: opens below this path reach the same directory even after
   // it was renamed, removed or replaced.
   std::shared_ptr<const std::string> directory;
-  std::unique_ptr<File> file;  // COMMIT; has the shared lock until closed.
+  std::unique_ptr<File> file;  // COMMIT; has the shared lock, if any, until closed.
   FileInfo info;               // State of COMMIT under the lock.
 };
 
 // Pins the directory and locks COMMIT. `pinned` is the directory if the caller has pinned it
 // already, else null. On a filesystem without locks, succeeds without a lock and logs that once.
-// kNotFound: no COMMIT. kStale: gc is deleting the checkpoint, or has deleted it.
+// kNotFound: no COMMIT. kStale: gc is deleting the checkpoint or has deleted it, or a repair is
+// replacing COMMIT.
 Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
                                std::shared_ptr<const std::string> pinned = nullptr);
 

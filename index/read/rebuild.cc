@@ -41,8 +41,9 @@ Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory
   return DecodeManifest(bytes, entry.name);
 }
 
-// The content root covers the logical records, the file roots cover the positions of stored ranges.
-// If both are those of COMMIT, the rebuilt index has the records of the published one.
+// The content root covers the logical records, the file roots cover the positions of stored ranges
+// in the checkpoint's own files. If both are those of COMMIT, the rebuilt index has the records of
+// the published one. Positions in foreign files are covered by the hashes of the manifests.
 Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& commit) {
   TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, merger.Finish());
   const CheckpointInfo& info = inventory.info;

@@ -15,11 +15,12 @@ namespace tensormount {
 
 // Opens a file that COMMIT lists, below the checkpoint's `directory`. No symlink is followed.
 // kDataLoss: the file is missing ("data/x: the file is missing") or not a regular file. Any other
-// code means that the file could not be opened, which does not prove damage.
+// code: the open failed for another reason (ProvesDamage).
 Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& directory,
                                              const std::string& name);
 // Reads a manifest that COMMIT lists. Its length and hash are compared with the entry in COMMIT
-// before it is decoded. kDataLoss if they differ or the manifest is malformed.
+// before it is decoded. kDataLoss if they differ or the manifest is malformed; kUnsupported for a
+// newer version.
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry);
 // Finishes the merge and compares the result with COMMIT: identity, completeness, content root,

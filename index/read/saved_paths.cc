@@ -48,7 +48,7 @@ SavedPath PathFrom(const CommonValue& value) {
 // equal in the first `depth` steps. The recursion depth is bounded by the length of the paths.
 void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begin, std::size_t end,
                     std::size_t depth, std::vector<bool>& bad) {
-  // A path is bad if it occurs twice, or if it is the beginning of another path.
+  // A path is bad if it is the beginning of another path. Of equal paths only the last can be good.
   while (begin + 1 < end && paths[begin]->size() == depth) bad[begin++] = true;
   if (begin == end || paths[begin]->size() == depth) return;
   std::size_t items = 0;
@@ -240,7 +240,7 @@ bool SavedPaths::IsInternal(std::string_view name) {
          name.starts_with(kMappingsPrefix) || name.starts_with(kStructurePrefix);
 }
 
-// Adds the path of a planner. `name` is null if the key is not text.
+// Adds a path of kPlannerData or of mappings. `name` is null if the key is not text.
 void SavedPaths::AddPath(const std::string* name, const CommonValue& path) {
   SavedPath found = PathFrom(path);
   if (name == nullptr || found.empty()) return;

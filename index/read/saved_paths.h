@@ -45,7 +45,8 @@ struct StructureLeaf {
   std::string name;
   bool tensor = false;
 };
-// The leaves of a structure that the Python package saved; empty if it is malformed.
+// The leaves of a structure that the Python package saved, without per-rank values; empty if it is
+// malformed.
 std::vector<StructureLeaf> StructureLeaves(const CommonValue& structure);
 // The keys in the mappings of the Python package's DCP writer.
 std::vector<std::string> MappedKeys(const CommonValue& mappings);
@@ -76,7 +77,7 @@ class SavedPaths {
   std::vector<SavedPath> Of(std::string_view shown, std::string_view stored) const;
   // Path of a plain value. Names of values and keys of tensors are separate namespaces.
   SavedPath OfValue(std::string_view shown, std::string_view stored) const;
-  // The path as DCP's planners write it: numeric keys as text.
+  // The path as DCP's planners write it: numeric dict keys as text.
   static std::vector<CommonKey> ToPlannerPath(const SavedPath& path);
   // For each tied tensor, its stored key and the dotted names of its other paths.
   std::map<std::string, std::vector<std::string>> TiedPaths() const;

@@ -18,7 +18,7 @@
 #include "index/read/stored_range_scanner.h"
 #include "index/records/inventory.h"
 
-// Reads all data that a checkpoint stores, each byte once. `verify` compares the findings with the
+// Reads all data that a checkpoint stores, range by range. `verify` compares the findings with the
 // recorded hashes (for a foreign checkpoint it only checks that the bytes are readable). Adoption
 // records the hashes.
 
@@ -47,7 +47,7 @@ struct ScanRange {
 // and its finding has the reason.
 std::vector<ScanRange> RangesOf(const Inventory& inventory);
 
-// Name of a range for messages: "tensor w [0:16, :]", "object rng part [1]", "header".
+// Name of a range for messages: "tensor w [0:16, 0:256]", "object rng part [1]", "header".
 std::string RangeName(const Inventory& inventory, const ScanRange& range);
 
 // The result for one range.
@@ -57,14 +57,16 @@ struct ScanFinding {
     kNone,
     kRecord,  // The record has no valid file or region.
     kOpen,    // The file cannot be opened.
-    kRead,    // The file ends, or a read fails, at byte read.bytes of the range.
+    // A read failed or the file ended, at byte read.bytes of the range; or a box exceeds the range.
+    kRead,
     // The file changed since it was opened, or whether it changed could not be checked.
     kCheck,
   };
   Step step = Step::kNone;
   Status failure;
-  // Leaf hashes of the whole range if nothing failed. The contribution to the digest is 0 for
-  // objects, extra ranges and pending chunks, whose position in their item is unknown.
+  // Leaf hashes of the whole range if nothing failed. The contribution to the digest is 0 without
+  // ScanRange::digest, for objects and extra ranges, and for pending chunks, whose position in
+  // their item is unknown.
   StoredRangeScanner::Findings read;
 };
 

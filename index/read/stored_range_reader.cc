@@ -4,7 +4,7 @@
 //
 // Blocks have 1 MiB, so that they are hashed while they are in the second-level cache. Runs that
 // rise in the file are served from a window that moves forward, other runs (of a transposed chunk)
-// from slabs in memory. Neither reads a byte of the file twice.
+// from slabs in memory. A window or slab is read once for all its runs.
 #include "index/read/stored_range_reader.h"
 
 #include <algorithm>
@@ -54,8 +54,8 @@ constexpr std::size_t kRunsAhead = 64;
 // range.
 constexpr std::uint64_t kLeavesPaged = 16;
 
-// Whether the runs, which rise, touch every unit (leaf or page) of `bytes` bytes from the first run
-// to the last. Then reading all of these units reads none in vain.
+// Whether no gap between the runs, which rise, is as long as a unit (leaf or page) of `bytes`
+// bytes. The runs then touch every unit from the first run to the last, and none is read in vain.
 bool TouchesEach(const StridedCopy& copy, std::uint64_t bytes) {
   std::uint64_t within = copy.run;
   for (int a = copy.axes - 1; a >= 0; --a) {
@@ -94,7 +94,8 @@ Status ForEachBlock(const StridedCopy& copy, std::uint64_t most, const Fn& fn) {
 }
 
 // The copy with its axes in the order of falling steps, which copies the same bytes. With the
-// largest step outermost, the parts of the outermost axis are separate byte ranges of the file.
+// largest step outermost, the parts of the outermost axis are separate byte ranges of the file if
+// the chunk is packed.
 StridedCopy SortedByStep(const StridedCopy& copy) {
   StridedCopy sorted = copy;
   std::ranges::stable_sort(sorted.loops(), std::ranges::greater(), &StridedCopy::Axis::src);
@@ -137,7 +138,7 @@ Status StoredRangeReader::Damage(std::uint64_t at, std::string_view why) const {
                                                    ": " + std::string(why)));
 }
 
-// A missing foreign file is kDataLoss for readers of a tensor, not kNotFound.
+// A missing foreign file is kDataLoss for readers, not kNotFound.
 Status StoredRangeReader::OpenFile() {
   if (file_) return Status();
   Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_, record_.file);
@@ -394,8 +395,7 @@ Status StoredRangeReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_
 // Serves runs at rising offsets of a stored range from blocks of the range.
 class StoredRangeReader::WindowReader {
  public:
-  // All runs end before `end`, an offset in the range. `dense`: bytes between the runs are read
-  // too.
+  // No run ends behind `end`, an offset in the range. `dense`: bytes between the runs are read too.
   WindowReader(StoredRangeReader& reader, std::uint64_t end, bool dense)
       : reader_(reader), end_(end), dense_(dense) {}
 
@@ -504,8 +504,8 @@ Status StoredRangeReader::ReadStrided(const StridedCopy& copy, std::byte* base) 
       ReadScattered(copy, base)) {
     return Status();
   }
-  // Bytes between the runs are read too if they are few, or if the runs touch every leaf and page
-  // hashes would not save reads.
+  // Bytes between the runs are read too if they are few, or if leaves are read as a whole and the
+  // runs touch every leaf; but not if page hashes save reads.
   bool dense = span - copy.bytes() <= copy.bytes() ||
                (verify_ == ReadVerify::kExtendLeaves && TouchesEach(copy, kLeafBytes));
   if (dense && verify_ == ReadVerify::kExtendLeaves) {
@@ -513,8 +513,8 @@ Status StoredRangeReader::ReadStrided(const StridedCopy& copy, std::byte* base) 
     dense = !by_page;
   }
   WindowReader window(*this, first + span, dense);
-  // Runs that are not in memory are announced to storage together, before the first of them is
-  // read.
+  // If not `dense`, runs are announced to storage together before the first of them is read, unless
+  // the first is in memory.
   struct Run {
     std::uint64_t at;
     std::byte* out;
@@ -553,8 +553,8 @@ bool StoredRangeReader::IsCached(std::uint64_t at) {
   return OpenFile().ok() && file_->file().ReadCached(record_.offset + at, &byte, 1) == 1;
 }
 
-// For a run over several leaves, only the first leaf (or its pages) is announced, because the rest
-// is read immediately after it.
+// With kExtendLeaves, only the first leaf of a run (or its pages) is announced, because the rest is
+// read immediately after it.
 Status StoredRangeReader::StartReading(std::uint64_t at, std::uint64_t size) {
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
   ByteRange want{at, at + size};

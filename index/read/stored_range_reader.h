@@ -76,8 +76,8 @@ class StoredRangeReader {
   // the last.
   ByteRange LeavesOf(const StridedCopy& copy) const;
   // The file's mapping for RunOnMapping, if the file has bytes up to `end` (a file offset). Null if
-  // the file is shorter. Also null for a foreign file if the program has no mapping guard, because
-  // a truncation of the file would end the program.
+  // the file is shorter or cannot be mapped. Also null for a foreign file if the program has no
+  // mapping guard, because a truncation of the file would end the program.
   Result<const std::byte*> MappingTo(std::uint64_t end);
   // The error for a mapping that does not deliver `size` bytes at offset `at` of the range: the
   // first unreadable byte, and the reason.
@@ -137,7 +137,7 @@ class StoredRangeReader {
   Result<bool> CanSkipPages(const StridedCopy& copy);
   // Whether a byte of the range is in memory already.
   bool IsCached(std::uint64_t at);
-  // Announces to storage a read of the bytes that prove [at, at + size).
+  // Announces to storage a read of [at, at + size) or, with kExtendLeaves, of its first leaf.
   Status StartReading(std::uint64_t at, std::uint64_t size);
 
   const OpenedCheckpoint& checkpoint_;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads a stored range once, hashes its leaves and computes the digest of its boxes. Leaf hashes
-// need the bytes in file order, the digest needs them in tensor order. A window holds the bytes of
-// one step of the largest stride. If steps are too interleaved for that, bytes are read a second
-// time.
+// Reads a stored range, hashes its leaves and computes the digest of its boxes. Leaf hashes need
+// the bytes in file order, the digest needs them in tensor order. A window holds the bytes of one
+// step of the largest stride. If steps are too interleaved for that, bytes are read a second time.
 #include "index/read/stored_range_scanner.h"
 
 #include <algorithm>
@@ -19,7 +18,8 @@ namespace {
 // Block size of reads. A block stays in the processor's cache until it is hashed.
 constexpr std::uint64_t kStretchBlockBytes = std::uint64_t{1} << 20;
 static_assert(kStretchBlockBytes % kLeafBytes == 0);
-// Largest window for interleaved boxes. It must hold one step of the largest stride.
+// Largest slab of interleaved boxes. If a step of the largest stride does not fit, bytes are read
+// twice.
 constexpr std::uint64_t kSlabBytes = std::uint64_t{4} << 20;
 
 // Number of bytes from the first byte to the last of a non-empty placed box.

@@ -16,7 +16,7 @@
 
 namespace tensormount {
 
-// Reads a stored range once from its first byte to its last, and computes its leaf hashes and its
+// Reads a stored range from its first byte to its last, and computes its leaf hashes and its
 // contribution to the tensor's digest. Keeps a buffer (1 MiB for packed chunks, about 4 MiB for
 // interleaved ones), so use one object for many ranges. Not thread-safe.
 class StoredRangeScanner {
@@ -34,8 +34,8 @@ class StoredRangeScanner {
   // Reads bytes [offset, offset + length) of the file. `boxes` are the tensor's boxes in these
   // bytes, placed relative to `offset` (the result of PlaceChunk for offset 0); if empty, no digest
   // is computed. `byte_shape` is the tensor's byte shape. kDataLoss if a box exceeds the range, or
-  // if the file is too short; or the errno of a read. Bytes are read twice if boxes are too
-  // interleaved for the buffer.
+  // if the file is too short; or the errno of a read, or the failure of `progress`. Bytes are read
+  // twice if boxes are too interleaved for the buffer.
   Status Read(File& file, std::uint64_t offset, std::uint64_t length,
               std::span<const PlacedBox> boxes, const Dims& byte_shape, const Progress& progress,
               Findings& findings);

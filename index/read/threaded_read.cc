@@ -20,7 +20,8 @@ namespace {
 constexpr std::uint64_t kBytesOfAThread = std::uint64_t{4} << 20;
 // A shorter run costs as much as this many bytes, because each run needs a page of its own.
 constexpr std::uint64_t kRunBytes = 4096;
-// Largest number of threads. More gain nothing on one machine's storage and memory.
+// Largest number of threads if the caller gives none. More gain nothing on one machine's storage
+// and memory.
 constexpr std::size_t kMostThreads = 8;
 
 std::size_t SharesFor(std::uint64_t bytes, int threads) {

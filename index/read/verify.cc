@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // VerifyCheckpoint of checkpoint.h checks COMMIT, the listing, manifests, index and data files in
 // this order, each as far as the previous ones allow. It continues after damage, because an
-// operator wants the whole list. Data that could not be read are not reported as damaged
+// operator wants the whole list. A failure to read is reported as damage only if it proves damage
 // (ProvesDamage).
 #include <algorithm>
 #include <atomic>
@@ -111,7 +111,7 @@ class CheckpointVerifier {
     }
     for (const DirectoryEntry& entry : entries.value()) {
       const std::string name = below.empty() ? entry.name : below + "/" + entry.name;
-      // A publisher that died left this file in a shared staging. Gc removes it.
+      // A publisher that died may leave such a file of a shared staging. Gc removes it.
       if (!swept_ && commit().Find(name) == nullptr &&
           (store_paths::IsSharedLeftover(name) || name.starts_with("data/"))) {
         continue;

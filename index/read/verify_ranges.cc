@@ -89,8 +89,8 @@ class RangeVerifier {
   }
 
  private:
-  // Digest of a tensor, computed from its chunks. `whole` becomes false at the first damaged chunk,
-  // because the digest then differs for a known reason.
+  // Digest of a tensor, computed from its chunks. `whole` becomes false at the first damaged or
+  // unread chunk, because the digest then differs for a known reason.
   struct TensorDigest {
     std::atomic<Crc64> value{0};
     std::atomic<bool> whole{true};
@@ -126,7 +126,7 @@ class RangeVerifier {
   }
 
   // Reports that bytes from `at` on could not be read. If the failure proves damage, it is added to
-  // the damages. If not, the verification fails at its end with the first such reason.
+  // the damages. If not, the first such reason is the result of Run.
   void ReportReadFailure(const ScanRange& range, std::uint64_t at, const Status& status) {
     if (!ProvesDamage(status)) {
       std::lock_guard lock(mutex_);
@@ -184,8 +184,8 @@ class RangeVerifier {
     return false;
   }
 
-  // Reports the first byte of the first differing leaf. The leaf hashes of the manifest are used
-  // only if their root is the root in the record.
+  // Reports the first byte of the first differing leaf, or of the range if its leaf hashes are
+  // unknown. The leaf hashes of the manifest are used only if their root is the root in the record.
   void ReportFirstDifference(const ScanRange& range, const StoredHash& hash,
                              const std::vector<Hash128>& leaves) {
     if (hash.manifest < inventory_.manifests.size()) {
@@ -245,8 +245,8 @@ class RangeVerifier {
 }  // namespace
 
 // The codes that return false concern the process, the machine or the moment, or data of a newer
-// format, which may be intact. All other codes (I/O errors, missing files, short reads) concern the
-// stored bytes.
+// format, which may be intact. All other codes (I/O errors, missing files, short reads) are taken
+// for damage of the stored bytes.
 bool ProvesDamage(const Status& status) {
   switch (status.code()) {
     case Code::kOk:

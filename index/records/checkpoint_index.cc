@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Opening an index and look-ups in it. An open compares a small index with its hash, but only the
-// end of a large one, so an open costs the same for ten tensors and for ten thousand. Checksums of
-// RocksDB's blocks cover the rest when it is read. Damage found later is bypassed if the manifests
-// still have the records (recovering_table.h).
+// end of a large one, so its cost is bounded whatever the number of tensors. Checksums of RocksDB's
+// blocks cover the rest when it is read. Damage found later is bypassed if another copy of the
+// records can be made (recovering_table.h).
 #include "index/records/checkpoint_index.h"
 
 #include <algorithm>

@@ -59,8 +59,8 @@ struct LayerEntry;
 // implementations:
 //   SstTable         the file index/index.sst of a published checkpoint
 //   MemoryTable      records made from an Inventory: for foreign checkpoints, which have no
-//                    index, and for an index that was rebuilt at open
-//   RecoveringTable  an SstTable that switches to a MemoryTable when a read meets a damaged block
+//                    index, and for an index that was rebuilt
+//   RecoveringTable  an SstTable that switches to another table when a read meets a damaged block
 // Tables hold bytes; CheckpointIndex checks the records, and treats all three as untrusted input.
 // Get and Scan are thread-safe.
 class Table {
@@ -78,17 +78,18 @@ class Table {
 };
 
 // The chunk index of one checkpoint: an SST file, or the same records in memory. Immutable;
-// thread-safe. Extent tables are decoded once and kept in a bounded cache. docs/format.md, "Index",
+// thread-safe. Extent tables that were read are kept in a bounded cache. docs/format.md, "Index",
 // has the record kinds.
 // Costs: an open reads the end of the file, the info record and the lists of files and manifests,
 // whatever the number of tensors, and all of a small file (kMaxFullyCheckedIndexBytes). At makes
 // one look-up in the table, Find two. Extents makes one look-up and reads one record for each MiB
 // of the extent table. ForEachTensor caches nothing.
 //
-// Every read checks that ordinals and numbers of files and manifests are dense, that names are safe
-// to be joined to the checkpoint's directory, and that a record belongs to its key. ExtentTable::At
-// checks the fields of a table row. Whether all rows cover their tensor is checked when they are
-// written (completeness.h) and by `verify`, not at open.
+// An open checks that the numbers of files and manifests are dense, and that names are safe to be
+// joined to the checkpoint's directory. Reads of tensors check that ordinals are dense, and
+// look-ups by key that the record has the key. ExtentTable::At checks the fields of a table row.
+// Whether all rows cover their tensor is checked when they are written (completeness.h) and by
+// `verify`, not at open.
 class CheckpointIndex {
  public:
   // Writes the records of `inventory` (sorted, complete, with file roots) to a new file `name`
@@ -108,8 +109,8 @@ class CheckpointIndex {
                                               const std::string& name);
   static Result<std::shared_ptr<const CheckpointIndex>> FromInventory(const Inventory& inventory);
   // Opens the index file and compares it with COMMIT: length, hash of the tail, hash of the whole
-  // file if it has at most `check_bytes` bytes, uuid and content root. kDataLoss for the index of
-  // another checkpoint.
+  // file if it has at most `check_bytes` bytes, uuid, content root, generation and parent.
+  // kDataLoss for the index of another checkpoint.
   // `again` makes the same records from another source when a later read meets damage
   // (RecoveringTable). One thread at a time calls `again`, until a call succeeds. If `again` is
   // empty, a read that meets damage fails.
@@ -121,9 +122,9 @@ class CheckpointIndex {
   // A table in memory with the same records that WriteSst writes for `inventory`.
   static Result<std::shared_ptr<const MemoryTable>> RecordsOf(const Inventory& inventory);
 
-  // Whether another copy of the records may succeed where a read failed with `status`. True for
-  // errors that the same file would give again, including kNotFound. False for failures of this
-  // process (memory, cancellation, a bug).
+  // Whether another copy of the records may succeed where a read failed with `status`. False for OK
+  // and for failures of this process (memory, descriptors, cancellation, a bug). True for all other
+  // errors, including kNotFound.
   static bool IsCopyDamaged(const Status& status);
   // The damage that another copy of the records bypasses, as text. Empty: none was found.
   std::string recovered() const { return table_->recovered(); }
@@ -176,7 +177,7 @@ class CheckpointIndex {
   // Length of the header of model.safetensors; 0 if there is none. Reads nothing.
   std::uint64_t safetensors_header_bytes() const { return safetensors_header_bytes_; }
 
-  // All records of the index as an Inventory, for verify, fsck and derive.
+  // All records of the index as an Inventory, for verify, adopt and repair.
   Result<Inventory> ToInventory() const;
   const Table& table() const { return *table_; }
 

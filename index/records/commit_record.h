@@ -53,7 +53,8 @@ struct CommitRecord {
   };
   // Every data file, manifest and index of the checkpoint, except foreign files. A file that is not
   // listed does not belong to the checkpoint: publish removes it from the staging, and `verify`
-  // reports it as surplus. COMMIT stays small because chunks have no entries.
+  // reports it as surplus, except leftovers of a shared staging. COMMIT stays small because chunks
+  // have no entries.
   std::vector<Entry> files;  // Sorted by name.
   // The entry of file `name`; null if there is none. Binary search.
   const Entry* Find(std::string_view name) const;

@@ -2,7 +2,7 @@
 // CommonToJson and CommonFromJson of tensormount/common_value.h. They have a file of their own
 // because only they need a JSON library. Values without a JSON form (bytes, tuples, integer keys,
 // NaN) become an object whose first key begins with '$'. A real dict with such a key is written as
-// a "$dict" object, so that each value has exactly one text.
+// a "$dict" object, so that no text has two readings.
 #include <bit>
 #include <cmath>
 #include <utility>
@@ -206,7 +206,7 @@ Result<CommonValue> UntagDict(CommonValue& value) {
 }
 
 // The value of an object with a key that begins with '$'. An unknown tag, or a tag beside other
-// keys, is an error and not a plain dict, so that each value has one text.
+// keys, is an error and not a plain dict, so that no text has two readings.
 Result<CommonValue> Untag(Members& members) {
   if (!members[0].first.starts_with('$') || (members.size() > 1 && members[0].first != "$float") ||
       members.size() > 2) {

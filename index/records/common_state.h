@@ -54,8 +54,8 @@ struct CommonState {
   // Content metadata of the checkpoint ($content).
   CommonDict content;
 };
-// Sorts records by their kind. Unknown reserved names, which a newer version wrote, are skipped.
-// kDataLoss if a record has an invalid name or value.
+// Sorts records by their kind. Other reserved names ($layers, names of a newer version) are
+// skipped. kDataLoss if the content metadata or a per-rank record is malformed.
 Result<CommonState> SplitCommonRecords(CommonValues records);
 
 }  // namespace tensormount

@@ -30,8 +30,8 @@ std::string CommonPathPart(const CommonKey& key, bool first);
 // Called for each entry before its value is compared, so the function must be cheap.
 using CommonExempt = std::function<bool(std::string_view path)>;
 
-// A difference between two common values: its path, and both sides as text. FirstDifference names
-// the second side "in the second"; the check before a save names the ranks of each side.
+// A difference between two common values: its path, and both sides as text. `diff` names the sides
+// "in the first" and "in the second"; the check before a save names the ranks of each side.
 struct CommonSides {
   enum class Kind { kValues, kOnlyFirst, kOnlySecond };
   std::string path;

@@ -17,8 +17,8 @@ enum class Completeness {
   kWhole,
   kHole,     // Some cells are in no chunk, and no cell is in two chunks.
   kOverlap,  // Some cells are in more than one chunk.
-  // A chunk breaks a rule: it exceeds its file or the shape, or its length does not match its
-  // region.
+  // A chunk breaks a rule, for example: it exceeds its file or the shape, or its length does not
+  // match its region.
   kBad,
 };
 // Result of the check of one tensor. `why` is for messages, `coverage` for programs: a foreign
@@ -53,8 +53,9 @@ class CompletenessCheck {
 // the result of a reader of a foreign format. They are the last checks before COMMIT vouches for
 // the ranks' reports, so they trust no field of a table row.
 //
-// Takes time linear in the number of chunks. Table rows are compared as packed bytes, and decoded
-// only if their packed form is not certainly valid. No data file is read.
+// Takes expected linear time in the number of chunks for usual shardings (IsPartition). Table rows
+// are compared as packed bytes, and decoded only if their packed form is not certainly valid. No
+// data file is read.
 Status CheckComplete(const Inventory& inventory);
 // Checks only the objects, like CheckComplete.
 Status CheckObjects(const Inventory& inventory);

@@ -34,9 +34,9 @@ std::optional<ByteBounds> RunInTensor(const TensorMeta& meta, const Region& regi
 // thread-safe.
 class ExtentLookup {
  public:
-  // Decodes and checks every table row (O(n), once for each tensor), so that readers may trust
-  // table().At(i). kDataLoss if a row breaks a rule, is pending, exceeds the shape, or does not
-  // have the length of its region.
+  // Decodes and checks every table row (O(n)), so that readers may trust table().At(i). kDataLoss
+  // if a row breaks a rule, is pending, out of order, exceeds the shape, or does not have the
+  // length of its region.
   static Result<std::shared_ptr<const ExtentLookup>> Make(const TensorMeta& meta,
                                                           std::shared_ptr<const ExtentTable> table);
 
@@ -48,8 +48,8 @@ class ExtentLookup {
   // The table rows that may hold bytes [first, end) of the tensor's row-major order. The range
   // contains all such rows, and possibly others.
   Rows Candidates(std::uint64_t first, std::uint64_t end) const;
-  // False if table row i has no byte of [first, end) in row-major order. True means "perhaps",
-  // because only the row's first and last byte are compared.
+  // False means that table row i has no byte of [first, end) in row-major order. True means
+  // "perhaps", because only the row's first and last byte are compared.
   bool MayTouch(std::size_t i, std::uint64_t first, std::uint64_t end) const {
     return first_[i] < end && end_[i] > first;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chunks of one tensor as fixed-size table rows in their on-disk form. Merging a million rows moves
 // bytes and decodes nothing. Undecoded rows are untrusted: arithmetic on them wraps instead of
-// overflowing, and At() checks every field.
+// overflowing, and At() checks the fields.
 #include "index/records/extent_table.h"
 
 #include <algorithm>
@@ -181,7 +181,7 @@ Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::
   return Status();
 }
 
-// InventoryMerger calls this after files and manifests were sorted by name.
+// InventoryMerger and ForeignBuilder call this after files were sorted by name.
 Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
                           std::span<const std::uint32_t> manifest_map) {
   const std::size_t row_bytes = this->row_bytes();

@@ -41,16 +41,16 @@ struct ChunkRecord {
 // All chunks of one tensor as packed table rows of a fixed size, the form of manifests and the
 // index (docs/format.md, "Extent table"). A million chunks are merged and written without decoding:
 // as packed rows of a matrix they take 100 MB, as ChunkRecords several times that, and building
-// ChunkRecords would take most of a publish. Decoding checks every field. If one chunk is strided,
-// all rows are wide.
+// ChunkRecords would take most of a publish. Decoding checks the rules of a single row. If one
+// chunk is strided, all rows are wide.
 //
 // A value type; not thread-safe while it is changed. Shared tables (CheckpointIndex) do not change.
 class ExtentTable {
  public:
   // `rank` is the number of axes of the tensor, 0 to kMaxRank. An empty table may have any number.
   explicit ExtentTable(int rank, bool wide = false) : rank_(rank), wide_(wide) {}
-  // Takes packed rows from disk. kDataLoss if the size is not a multiple of the row's.
-  // `from_memory`: the rows were never on disk, so they may be pending.
+  // Takes packed rows from disk. kDataLoss if the size is not a multiple of the row's, or `rank` is
+  // out of range. `from_memory`: the rows were never on disk, so they may be pending.
   static Result<ExtentTable> FromPacked(int rank, std::string rows, bool wide = false,
                                         bool from_memory = false);
 
@@ -85,7 +85,7 @@ class ExtentTable {
   // Replaces file and manifest numbers in place. kDataLoss if a number is outside its map.
   Status Remap(std::span<const std::uint32_t> file_map,
                std::span<const std::uint32_t> manifest_map);
-  // Decodes row i. kDataLoss if a field breaks a rule (number of axes, sign, region). A table does
+  // Decodes row i. kDataLoss if a field breaks a rule (flags, sign, region, overflow). A table does
   // not know the tensor's shape and dtype: ExtentLookup and CompletenessCheck compare chunks with
   // these.
   Result<ChunkRecord> At(std::size_t i) const;

@@ -13,11 +13,11 @@
 
 namespace tensormount {
 
-// Roots of data files (docs/format.md, "Hashes"). A root is the hash of the lengths and hashes of a
-// file's stored ranges, in the order of their offsets; no data are read. InventoryMerger sets
-// FileRecord::root. Nearly every file is named by one manifest and gets its root from FileRootsOf.
-// A file of several writers gets its root from SharedFileRoots, while InventoryMerger::TakeRows
-// passes the extents of the tensors.
+// Roots of data files (docs/format.md, "Hashes"). A root is the hash of the file's length and of
+// the offsets, lengths and hashes of its stored ranges, in the order of their offsets; no data are
+// read. InventoryMerger sets FileRecord::root. Nearly every file is named by one manifest and gets
+// its root from FileRootsOf. A file of several writers gets its root from SharedFileRoots, while
+// InventoryMerger::TakeRows passes the extents of the tensors.
 
 // A stored range in the form that the file root hashes: u64 offset, u64 length, hash.
 struct RangeHash {
@@ -33,8 +33,9 @@ struct FileRoot {
 };
 
 // The root of each file of `inventory`, in the order of its file table. kDataLoss, with file and
-// range, if a range has no file, exceeds its file, overlaps another range, or has no hash. Ranges
-// of foreign files may overlap and lack hashes. Needs 32 bytes of memory for each range.
+// range, if a range refers to a file outside of the table, exceeds its file, overlaps another
+// range, or has no hash. Ranges of foreign files may overlap and lack hashes. Needs 32 bytes of
+// memory for each range.
 Result<std::vector<FileRoot>> FileRootsOf(const Inventory& inventory);
 
 // Collects the ranges of files that several manifests name, and computes the root of a file when

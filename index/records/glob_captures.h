@@ -10,8 +10,8 @@ namespace tensormount {
 
 // The text that each '*' of `pattern` matches in `text`, in order; nullopt if `text` does not
 // match. '*' is the only special character and matches any bytes, also none. From left to right,
-// each '*' takes as few bytes as possible. The captures point into `text`. Example:
-// "layers.*.attn.*" on "layers.3.attn.q.weight" gives "3" and "q.weight".
+// each '*' takes as few bytes as possible, and the last takes the rest. The captures point into
+// `text`. Example: "layers.*.attn.*" on "layers.3.attn.q.weight" gives "3" and "q.weight".
 // Takes time linear in the text for each '*'. A shortest match never has to be undone, because the
 // rest of the pattern could only match further right.
 inline std::optional<std::vector<std::string_view>> GlobCaptures(std::string_view pattern,

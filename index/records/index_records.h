@@ -31,8 +31,8 @@ inline constexpr char kExtra = 'x';        // be32 number -> extra range
 // Longer values are cut into pages with separate keys, so that reading a huge extent table needs no
 // SST block of hundreds of MiB.
 inline constexpr std::size_t kPageBytes = std::size_t{1} << 20;
-// Version of the index format. A reader that does not know the version rebuilds the index from the
-// manifests.
+// Version of the index format. A reader that does not know the version treats the index as damaged,
+// and rebuilds it from the manifests.
 inline constexpr std::uint32_t kVersion = 1;
 
 // Keys of records. The letter of the kind comes first, so that all records of a kind have one

@@ -28,7 +28,8 @@ struct TensorRecord;
 using TensorUse = std::function<Status(const TensorRecord&)>;
 using TensorPass = std::function<Status(const TensorUse&)>;
 
-// 128 random bits, written as 32 hex digits.
+// 128 bits, written as 32 hex digits. Random, except for a foreign checkpoint, where they are a
+// hash.
 struct Uuid {
   std::uint64_t high = 0;
   std::uint64_t low = 0;
@@ -49,7 +50,7 @@ struct Uuid {
 // tensormount's records. The numbers are on disk.
 enum class Placement : std::uint8_t {
   kTensorFile = 1,  // One tensor in global row-major order, from offset 0.
-  kRankShard = 2,   // All regions of one writer; a valid safetensors file.
+  kRankShard = 2,   // Regions of one writer; a valid safetensors file.
   kPack = 3,        // Small tensors and objects of one writer.
   kForeign = 4,     // Another program's file, read in place.
   // Whole tensors of one writer; a valid safetensors file with the tensors' keys.
@@ -191,16 +192,16 @@ Inventory CoordinatorInventory(const Inventory& merged);
 
 // Merges the manifests of all writers. kCoordinatorManifest holds info and common values. That of a
 // published checkpoint also has mtimes and the list of all tensors and objects. kDataLoss if
-// writers disagree on uuid, dtype or shape, give a file different lengths, repeat an object part,
-// or differ from the coordinator's list or digests, or if stored ranges overlap or exceed their
-// file (index/records/file_roots.h).
+// writers disagree on uuid, dtype, shape, a file's properties or a common value, repeat an object
+// part, or differ from the coordinator's list or digests, or if stored ranges overlap or exceed
+// their file (index/records/file_roots.h).
 // Use an object for one merge: Add each manifest once, then call Finish, or FinishTables and
 // TakeRows. Discard the object after a failure. Not thread-safe.
 class InventoryMerger {
  public:
   // A merger that keeps all extents in memory until they are taken.
   InventoryMerger() = default;
-  // A merger that moves extents above `memory` bytes to a file at `path`
+  // A merger that moves the extents to a file at `path` whenever they take more than `memory` bytes
   // (index/records/row_spool.h). `path` must not exist; the file is unlinked when it is made. `fs`
   // must outlive the merger.
   InventoryMerger(FileSystem& fs, std::string path, std::uint64_t memory)
@@ -212,7 +213,7 @@ class InventoryMerger {
   // of the writers' contributions. Table rows are not decoded.
   Result<Inventory> Finish();
   // Like Finish, but all extents are empty, and roots of files that several manifests name are not
-  // set yet. Needs memory for tensors and files, not for chunks.
+  // final yet. Needs memory for tensors and files, not for chunks.
   Result<Inventory> FinishTables();
   // Sets the extents of each tensor in order and calls `use`, which may move them away. `inventory`
   // is the result of FinishTables. Then sets the roots of files that several manifests name.

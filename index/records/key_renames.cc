@@ -58,8 +58,8 @@ Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& 
       return entry.status();
     }
     std::string name = map.Apply(pattern);
-    // A dropped stack has no layers, and a pattern without "{}" names no layer. Neither is an
-    // error, because the tensor's own name is valid.
+    // A dropped stack has no layers, and an invalid pattern (without "{}") names no layer. Neither
+    // is an error, because the tensor's own name is valid.
     if (out.tensors_[entry.value().ordinal].empty() || !CheckLayerPattern(name).ok()) continue;
     out.layers_.emplace_back(entry.value().ordinal, std::move(name));
   }

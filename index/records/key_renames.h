@@ -35,7 +35,7 @@ class KeyRenames {
   const std::string& Object(const std::string& key) const;
   // Ordinals of stacked tensors that are kept, each with the new pattern of its layer names. The
   // map is applied to the pattern as to a key, so that a '*' may match "{}". A stack is omitted if
-  // its pattern is dropped or has lost its "{}".
+  // its pattern is dropped or is no longer valid (CheckLayerPattern).
   const std::vector<std::pair<std::uint32_t, std::string>>& layers() const { return layers_; }
 
   // Renames the records in `inventory`, removes dropped records, and sorts the others by their new

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Manifests (docs/format.md, "Manifest"). The encoder and the decoder of each field are side by
 // side. Announced sizes are compared with the file before memory is allocated. The encoder refuses
-// numbers and sizes over the limits that the decoder enforces.
+// counts, producers and common values over the limits that the decoder enforces.
 #include "index/records/manifest.h"
 
 #include "base/checked.h"

@@ -54,8 +54,8 @@ Result<CheckpointInfo> DecodeManifestInfo(std::string_view begin, std::string_vi
 Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                                 std::uint64_t count, bool* paged = nullptr);
 
-// Name of the coordinator's manifest. The rank that merges writes it last at publish
-// (docs/format.md, "Manifest").
+// Name of the coordinator's manifest. The rank that merges writes it at publish, after all other
+// manifests (docs/format.md, "Manifest").
 inline constexpr std::string_view kCoordinatorManifest = "manifest/coordinator.tmm";
 
 }  // namespace tensormount

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Encoders and decoders of the records in manifests and the index: tensors, objects, files, common
-// values. Common values from outside may be trees of any shape, so depth, counts and sizes are
-// checked before allocation.
+// Encoders and decoders of the records in manifests and the index: info, files, objects, extra
+// ranges, common values. Common values from outside may be trees of any shape, so depth, counts and
+// sizes are checked before allocation.
 #include "index/records/record_coding.h"
 
 #include <utility>

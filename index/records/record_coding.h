@@ -12,13 +12,11 @@
 #include "index/records/inventory.h"
 
 // Records of manifests and the index (docs/format.md, "Records"), above the coding of
-// shard/coding.h. Encoders append to a ByteWriter. Decoders check every field; a kDataLoss message
-// begins with the name of the ByteReader.
+// shard/coding.h. Encoders append to a ByteWriter. Decoders check what one record alone can show.
 
 namespace tensormount {
 
-// Limits of docs/format.md, "Limits". Encoders and decoders share them, so that everything written
-// can be read.
+// Limits of docs/format.md, "Limits". Decoders enforce them.
 inline constexpr std::size_t kMaxFileNameBytes = 4096;
 // Longest producer and longest name of a parent.
 inline constexpr std::size_t kMaxTextBytes = 4096;
@@ -27,7 +25,8 @@ inline constexpr std::size_t kMaxTextBytes = 4096;
 inline constexpr std::size_t kMaxCommonBytes = std::size_t{64} << 20;
 inline constexpr std::size_t kMaxCommonNodes = std::size_t{4} << 20;
 
-// Whether `name` is a relative path without empty, "." or ".." parts.
+// Whether `name` is a relative path without empty, "." or ".." parts and without NUL, of at most
+// kMaxFileNameBytes.
 bool IsRelativeName(std::string_view name);
 // Whether `name` is a relative path below data/, manifest/ or index/ of a checkpoint that cannot
 // lead elsewhere. This is the last check before the name in a record is joined to a path. Opens

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// After the first damaged block all reads use the second copy of the records. kNotFound is an
-// answer, not damage.
+// After the first damaged block all reads use the second copy of the records, if it can be made.
+// kNotFound is an answer, not damage.
 #include "index/records/recovering_table.h"
 
 #include <utility>

@@ -14,10 +14,10 @@
 
 namespace tensormount {
 
-// A table that switches permanently to another copy of its records when a read meets the first
-// damaged block. An index over 4 MiB is not hashed at open, so damage may show much later, perhaps
-// in a mount that has been up for weeks. Without this class all reads of the block would fail until
-// a remount. Thread-safe.
+// A table that switches permanently to another copy of its records when a read first fails with
+// damage (CheckpointIndex::IsCopyDamaged). An index over 4 MiB is not hashed at open, so damage may
+// show much later, perhaps in a mount that has been up for weeks. Without this class all reads of
+// the block would fail until a remount. Thread-safe.
 class RecoveringTable : public Table {
  public:
   using MakeFallback = std::function<Result<std::shared_ptr<const Table>>()>;

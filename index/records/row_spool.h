@@ -17,7 +17,8 @@ namespace tensormount {
 
 // Extents of many tensors, added manifest by manifest and taken tensor by tensor. Spill moves the
 // rows in memory to a temporary file as one run, in which each tensor has at most one segment. A
-// publish therefore needs memory for the caller's limit and for one tensor. Not thread-safe.
+// publish therefore needs memory for the caller's limit, one manifest and one tensor. Not
+// thread-safe.
 class RowSpool {
  public:
   // Appends rows to the extents of `tensor`. The caller numbers tensors from 0 without gaps;

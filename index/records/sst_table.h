@@ -23,8 +23,8 @@ struct SstIdentity {
 // An immutable RocksDB SST file as a Table, without a database, threads or other files.
 // Thread-safe. A block checksum mismatch is kDataLoss with the file's name.
 // The format is RocksDB's block-based table: sorted 16 KiB blocks with checksums, and a block index
-// at the end. A look-up is two binary searches and at most one block read. Each table caches 2 MiB
-// of blocks. RocksDB's types appear only in sst_table.cc and rocksdb_files.cc.
+// at the end. A look-up is two binary searches and usually at most one block read. Each table
+// caches 2 MiB of blocks. RocksDB's types appear only in sst_table.cc and rocksdb_files.cc.
 class SstTable : public Table {
  public:
   using Emit = std::function<Status(std::string_view key, std::string_view value)>;

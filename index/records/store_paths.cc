@@ -9,7 +9,7 @@
 namespace tensormount::store_paths {
 namespace {
 
-// Entries of a shared staging besides data/ and manifest/.
+// Entries of a shared staging besides data/, manifest/ and staging.json.
 constexpr std::array<std::string_view, 9> kLeftovers = {
     "journal",    "schema",  "done",    "common",  "report.json",
     "report.txt", kLockFile, kUuidFile, kBaseFile,

@@ -12,8 +12,8 @@
 
 namespace tensormount::store_paths {
 
-// Files and directories of a store. A checkpoint cannot have such a name: "store.json",
-// "policy.json" and names with a leading dot are refused.
+// Files and directories of a store, and COMMIT of a checkpoint. A checkpoint cannot be named like
+// an entry of the store: "store.json", "policy.json" and names with a leading dot are refused.
 inline constexpr std::string_view kSuperblockFile = "store.json";
 inline constexpr std::string_view kPolicyFile = "policy.json";
 inline constexpr std::string_view kStagingFolder = ".staging";
@@ -31,7 +31,8 @@ inline constexpr std::string_view kBaseFile = "BASE";
 inline constexpr std::string_view kManifestSuffix = ".tmm";
 // File that marks a staging that several writers share (docs/format.md, "Staging of mounts").
 inline constexpr std::string_view kSharedFile = "staging.json";
-// File beside staging.json that writers and publishers lock.
+// Lock file: beside staging.json for writers and publishers, and in the work directories of copies
+// and repairs.
 inline constexpr std::string_view kLockFile = "lock";
 // ".copy-<uuid>" in .staging/: work directory for copying a checkpoint from another store
 // (docs/format.md, "Copies"). The leading dot keeps it apart from stagings.

@@ -44,8 +44,8 @@ namespace {
 constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
 // Number of bytes after which writeback is started, so that the final sync has less to wait for.
 constexpr std::uint64_t kWritebackBytes = std::uint64_t{8} << 20;
-// In a copy's work directory, the subdirectory that becomes the checkpoint. Files beside it are
-// incomplete.
+// In a copy's work directory, the subdirectory that becomes the checkpoint. The part files beside
+// it are incomplete.
 constexpr std::string_view kWholeFolder = "checkpoint";
 constexpr std::string_view kPartPrefix = "part-";
 
@@ -389,8 +389,9 @@ Status Copier::Sweep(const std::string& inner, const std::string& below, const C
   return Status();
 }
 
-// Whether the file in `folder` has the bytes of the source's file. False also if the file cannot be
-// read. An error is returned only if the caller's watch ends the copy.
+// Whether the file in `folder` has the bytes of the source's file, and is sealed if `sealed` is
+// set. False also if the file cannot be read. An error is returned only if the caller's watch ends
+// the copy.
 Result<bool> Copier::IsWhole(const OpenedSource& source, const CommitRecord::Entry& entry,
                              const std::string& folder, bool sealed) {
   const Result<std::unique_ptr<File>> file = OpenListedFile(fs_, folder, entry.name);
@@ -446,7 +447,8 @@ Result<bool> Copier::TryLink(const OpenedSource& source, const CommitRecord::Ent
   return false;
 }
 
-// Copies a file under a temporary name, and renames it after it is complete, sealed and synced.
+// Copies a file under a temporary name, and renames it after it is complete, synced and, if
+// `sealed` is set, sealed.
 Status Copier::CopyFile(const OpenedSource& source, const CommitRecord::Entry& entry, File& from,
                         bool sealed, const std::string& outer, const std::string& to) {
   const std::string part = JoinPath(outer, std::string(kPartPrefix) + Uuid::Random().Short());
@@ -642,8 +644,8 @@ Status Copier::Copy(const CopyRequest& wanted, CopiedCheckpoint& out) {
   return Status();
 }
 
-// Removes all work directories and then syncs the filesystem once. Without this sync, on a
-// filesystem without a journal, a new file could get the inode of a deleted directory and be lost
+// Removes the work directories in finished_, then syncs the filesystem once. Without this sync, on
+// a filesystem without a journal, a new file could get the inode of a deleted directory and be lost
 // when the filesystem is repaired.
 void Copier::CleanUp() {
   if (finished_.empty()) return;

@@ -26,7 +26,7 @@ constexpr std::uint32_t kNoMember = 0xffffffff;
 
 struct NoState {};
 
-// Whether other checkpoints may share the damaged file. Only files in data/ are shared.
+// Whether other checkpoints may share the damaged file. Links are made only of files in data/.
 bool MayBeShared(const VerifyReport::Damage& damage) {
   return damage.file.starts_with("data/") && !damage.surplus && !damage.lost;
 }
@@ -133,8 +133,8 @@ void StoreCosts::CountElsewhere(FileSystem& fs, const Store& store, Gathered& ga
 // of the names that are listed alike, first only the first and the last are examined. If they are
 // the same file, and its link count equals the number of these checkpoints (plus the directories in
 // .trash/ and .staging/ with this name), all of them are taken to be links of the file. This is
-// wrong only if a refused link made copies in the store, and the file has equally many links
-// outside of the store. If the numbers differ, every name is examined.
+// wrong only if some of the names are copies (a refused link) or missing, and the file has equally
+// many links outside of the store. Otherwise every name is examined.
 Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gathered) {
   using Item = Gathered::Item;
   std::vector<std::vector<Item>> buckets(kBuckets);

@@ -25,8 +25,8 @@ namespace tensormount {
 struct CheckpointCost {
   CheckpointListing listing;
   std::uint64_t bytes = 0;
-  // Bytes that removing the checkpoint frees: the sum of the files that no other checkpoint of the
-  // store shares (by inode).
+  // The sum of the files that no other checkpoint of the store shares (by inode). Removing the
+  // checkpoint frees these bytes, unless the files have links elsewhere.
   std::uint64_t own_bytes = 0;
   std::uint64_t shared_bytes() const { return bytes - own_bytes; }
   std::uint64_t data_bytes = 0;  // The part of `bytes` in data/.
@@ -36,10 +36,11 @@ struct CheckpointCost {
 };
 
 // The costs of all checkpoints of a store at one moment. Immutable; thread-safe. Of() reads each
-// COMMIT, and the first bytes of one manifest of each checkpoint for the date. It calls stat only
-// for files that several COMMITs list alike, and only for two names of such a file if its link
-// count equals the number of these checkpoints. It uses as many threads as cores, and about 80
-// bytes for each file of each checkpoint.
+// COMMIT, and the first bytes of one manifest of each checkpoint for the date, and lists data/ of
+// the entries of .trash/ and .staging/. Of data files, it calls stat only for those that several
+// COMMITs list alike, and only for two names of such a file if its link count equals the number of
+// its known names. It uses as many threads as cores, and about 80 bytes for each file of each
+// checkpoint.
 class StoreCosts {
  public:
   static Result<StoreCosts> Of(FileSystem& fs, const Store& store);
@@ -84,8 +85,8 @@ class StoreCosts {
 };
 
 // Computes the bytes that deleting the added paths would free: the sum of the files that have no
-// links outside of these paths. Uses only stat. Paths that cannot be read count as 0. For one
-// thread.
+// links outside of these paths. Uses only stat and listings. Paths that cannot be read count as 0
+// in Sum. For one thread.
 class OwnBytes {
  public:
   explicit OwnBytes(FileSystem& fs) : fs_(fs) {}
@@ -109,9 +110,10 @@ class OwnBytes {
   std::map<std::pair<std::uint64_t, std::uint64_t>, Names> files_;
 };
 
-// Adds to each damage of `report`, which is about checkpoint `name` of the store, the names of
-// other checkpoints that share the damaged file (same inode), because they are damaged too. Calls
-// stat once for each checkpoint and damaged file. Checkpoints that cannot be read are omitted.
+// Adds to each damage of a file in data/ in `report`, which is about checkpoint `name` of the
+// store, the names of other checkpoints that share the file (same inode), because they are damaged
+// too. Calls stat at most once for each checkpoint and damaged file. Checkpoints that cannot be
+// read are omitted.
 void NameSharers(FileSystem& fs, const std::string& store_path, const std::string& name,
                  VerifyReport& report);
 // NameSharers for the checkpoint at `directory`. Does nothing if `directory` is not in a store.

@@ -258,8 +258,8 @@ void BaseLinker::Discard(std::uint32_t part, std::uint32_t parts) {
   (void)fs_.RemoveFile(JoinPath(staging_.directory, CopiedPackName(staging_, part)));
 }
 
-// Collects the hashed ranges of all files of a share. Called when the first file of the share must
-// be copied.
+// Collects the hashed chunks and objects (not the extra ranges) of all files of a share, when the
+// first file of the share must be copied.
 Status BaseLinker::FindRanges(std::uint32_t part, std::uint32_t parts) {
   if (!ranges_.empty()) return Status();
   const CheckpointIndex& index = base_.index();
@@ -290,7 +290,8 @@ Status BaseLinker::FindRanges(std::uint32_t part, std::uint32_t parts) {
   return Status();
 }
 
-// The bytes are compared with their hashes during the copy, so that damage is not copied.
+// Chunks and objects are compared with their hashes during the copy, so that damage in them is not
+// copied.
 Status BaseLinker::CopyFile(std::uint32_t number, File& from, const std::string& to) {
   const FileRecord& file = base_.index().files()[number];
   RangeCheck check(ranges_[number]);
@@ -352,8 +353,8 @@ class BaseLinker::Gatherer {
         return Bad("the manifest lists a file that is not in the index");
       own_numbers_.push_back(known->second);
     }
-    // The coordinator's manifest lists tensors that other writers have recorded, so its tensors are
-    // skipped. It has its own records only for objects and extra ranges.
+    // The coordinator's manifest only lists tensors and objects that other manifests have recorded,
+    // so its tensors, and objects without a file, are skipped.
     if (name != kCoordinatorManifest) {
       for (const TensorRecord& tensor : manifest.inventory.tensors) {
         TENSORMOUNT_RETURN_IF_ERROR(AddTensor(tensor).WithContext("tensor " + tensor.meta.key()));

@@ -49,14 +49,14 @@ struct ReusedFromBase {
 enum class BaseFileUse : std::uint8_t {
   kNone = 0,     // Nothing in the file is taken.
   kLink = 1,     // The file is hard-linked into the new checkpoint.
-  kCopy = 2,     // The live ranges are copied, because too little of the file is live.
+  kCopy = 2,     // Live ranges are copied: too little is live, or the new save needs the name.
   kForeign = 3,  // A file of an adopted base: only records are taken.
 };
 
 struct LinkPlan {
   // The use of each file, by its number in the base's index.
   std::vector<BaseFileUse> files;
-  // Whether the header of a file, by number, lists tensors that are dead or have new keys.
+  // Whether the header of a used file, by number, lists tensors that are dead or have new keys.
   std::vector<bool> stale_safetensors_header;
   std::uint64_t live_bytes = 0;  // Stored bytes that are taken.
 };
@@ -103,8 +103,8 @@ class BaseLinker {
   Status LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
 
   // Makes the records of share number `part`: records of all data that are taken, and of the dead
-  // ranges of linked files. Copies the live ranges of files that are not linked into a new pack;
-  // the pack is verified, sealed and synced. kDataLoss: the base is damaged.
+  // ranges of linked files. Copies the live ranges of files with kCopy into a new pack; the pack is
+  // verified, sealed and synced. kDataLoss: the base is damaged.
   Result<LinkedRecords> Records(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
 
   // Calls LinkFiles and Records for a single share, and writes the share's manifest
@@ -157,7 +157,7 @@ std::string CopiedPackName(const Staging& staging, std::uint32_t part);
 std::string LinkedManifestName(std::uint32_t part, std::uint64_t consecutive_linked);
 
 // Number of consecutive saves that linked files, up to this checkpoint, taken from the names of its
-// manifests. 0 if this checkpoint linked no files.
+// manifests. 0 if this checkpoint linked no files. A full save that links inherited data counts 1.
 std::uint64_t ConsecutiveLinkedSaves(const CheckpointIndex& index);
 
 }  // namespace tensormount

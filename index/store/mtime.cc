@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Modification times of tensors and objects. A file that is equal in the previous checkpoint keeps
-// its time, so that rsync and make see only changes.
+// Modification times of tensors and objects. A file that is equal in all priors keeps its time, so
+// that rsync and make see only changes.
 #include "index/store/mtime.h"
 
 #include <algorithm>

@@ -272,9 +272,9 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
   pin.expired = pin.expires != 0 && pin.created >= pin.expires;
   TENSORMOUNT_RETURN_IF_ERROR(
       retention::WithTrashHint(fs, store.path(), WritePin(fs, store.path(), pin)));
-  // A removal looks for pins after its rename, and moves a pinned checkpoint back before it
-  // releases the lock. So the checkpoint is at its name now, or will be moved back there, or was
-  // removed before this pin existed.
+  // A removal (without force) looks for pins after its rename, and moves a pinned checkpoint back
+  // before it releases the lock. So the checkpoint is at its name now, or will be moved back there,
+  // or was removed before this pin existed.
   Result<Uuid> still = UuidAt(fs, directory);
   if (still.status().code() == Code::kNotFound) {
     const Result<std::unique_ptr<File>> lock = Lock(fs, store.path(), kRemovalSeconds);

@@ -57,14 +57,15 @@ Status MarkEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid,
                      const std::string& name);
 // Removes the mark. The removal is not synced; gc also removes marks of deleted checkpoints.
 Status ForgetEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid);
-// Marked checkpoints with their names. The name is empty if an older version made the mark without
-// a name.
+// Marked checkpoints with their names. The name is empty if it cannot be read, or if an older
+// version made the mark without a name.
 Result<std::map<Uuid, std::string>> ReadEphemeral(FileSystem& fs, const std::string& store);
 
 // ---- Running saves ----
 
-// The checkpoints whose files or mtimes a staging uses, each with the path of the staging. Fails if
-// a file BASE cannot be read, because a checkpoint that must stay is then unknown.
+// The checkpoints whose files or mtimes a staging uses, each with the path of one such staging.
+// Fails if a file BASE or staging.json cannot be read, because a checkpoint that must stay is then
+// unknown.
 Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string& store);
 
 // ---- Policy ----
@@ -78,13 +79,14 @@ Status RemovePolicy(FileSystem& fs, const std::string& store);
 
 // ---- The removal lock ----
 
-// Takes the lock that lets only one removal or policy change run at a time. The lock is released
-// when the file is closed. Returns null if the filesystem has no locks, or no space for the lock
-// file. kBusy if the lock is not free within `wait_seconds`.
+// Takes the lock of removals and policy changes, so that they run one at a time. The lock is
+// released when the file is closed. Returns null if the filesystem has no locks, or no space for
+// the lock file. kBusy if the lock is not free within `wait_seconds`.
 Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, double wait_seconds);
 
-// Removes pins and ephemeral marks of deleted checkpoints, and adds them to the report of gc. The
-// removals are not synced: a file that reappears after a crash is removed by the next gc.
+// Removes pins and ephemeral marks of deleted checkpoints, and hidden files that writers left
+// beside them, and adds them to the report of gc. The removals are not synced: a file that
+// reappears after a crash is removed by the next gc.
 void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
            Store::GcReport& report);
 

@@ -2,10 +2,10 @@
 // Repair of a checkpoint with bytes of another checkpoint (docs/format.md, "Repair").
 //
 // COMMIT gives the expected manifests and index. Manifests give the hash of each 64 KiB of a data
-// file. Only bytes with matching hashes are used. A new file is built in .staging/.repair/, synced,
-// and exchanged with the damaged file. If other checkpoints share the damaged file, it is replaced
-// in them first, and in the repaired checkpoint last: after an interruption, the next repair then
-// finds the others again by the inode of the damaged file.
+// file. Bytes of the other checkpoint are used only if their hashes match. A new file is built in
+// .staging/.repair/, synced, and exchanged with the damaged file. If other checkpoints share the
+// damaged file, it is replaced in them first, and in the repaired checkpoint last: after an
+// interruption, the next repair then finds the others again by the inode of the damaged file.
 #include "index/store/repair.h"
 
 #include <algorithm>
@@ -350,7 +350,7 @@ class Repairer {
     old.damage = ReasonWithoutFile(name, opened.status());
     const Result<FileInfo> info = fs_.LinkStat(OwnPath(name));
     if (options_.dry_run || !info.ok() || info.value().kind != FileKind::kFile) return old;
-    // If the link is refused, `info` stays unset, and the file's names in other checkpoints are not
+    // If the link fails, `info` stays unset, and the file's names in other checkpoints are not
     // found.
     const std::string link = WorkPath();
     if (!fs_.Link(OwnPath(name), link).ok()) return old;
@@ -403,7 +403,7 @@ class Repairer {
     return GiveNames(part, entry, old.info, file);
   }
 
-  // Replaces a damaged COMMIT. This is done last, after all files that COMMIT lists are repaired.
+  // Replaces a damaged COMMIT. This is done last, after the repair of the files that COMMIT lists.
   // Readers have a shared lock on COMMIT, which gc checks, so COMMIT is not exchanged while it is
   // locked.
   Status FinishCommit() {
@@ -666,8 +666,8 @@ class Repairer {
     return names;
   }
 
-  // Puts `fresh`, a file of the work directory, at all names of the damaged file, and last at its
-  // name in this checkpoint.
+  // Puts `fresh`, a file of the work directory, at the other names of the damaged file, then at its
+  // name in this checkpoint, and then at other names that the damaged file got meanwhile.
   Status GiveNames(const std::string& fresh, const CommitRecord::Entry& entry,
                    const std::optional<FileInfo>& old, RepairedFile& file) {
     TENSORMOUNT_RETURN_IF_ERROR(MakeFolders(entry.name));

@@ -37,14 +37,16 @@ class RangeRepair {
   RangeRepair(const Inventory& inventory, const Leaves& leaves, RepairSource& source,
               std::string from, Progress progress);
 
-  // Number of bytes in leaves that do not match. The whole range counts if only its root is known
-  // and does not match, or if `file` is null. Fails if the bytes cannot be compared.
+  // Number of bytes in leaves that do not match; 0 if the range has no hash. The whole range counts
+  // if only its root is known and does not match, or if `file` is null. Fails if the bytes cannot
+  // be compared.
   Result<std::uint64_t> BadBytes(File* file, const ScanRange& range, bool report_progress);
 
   // Writes a range to `out` (null: only counts). A leaf is taken from the old file if it matches
   // its hash there, else from the source if it matches there; if neither matches, the old bytes are
-  // written. Adds the number of repaired bytes to `repaired`. Returns the damage that remains;
-  // nullopt if no damage remains.
+  // written. If only the root of the range is known, the whole range is treated like one leaf. Adds
+  // the number of repaired bytes to `repaired`. Returns the damage that remains; nullopt if no
+  // damage remains.
   Result<std::optional<RepairLeft>> RepairRange(const ScanRange& range, File* old, File* out,
                                                 std::uint64_t& repaired);
   // Copies bytes [from, to) of the old file, as far as they can be read. They belong to no stored

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads bytes of stored ranges from another checkpoint: from the same file if the other checkpoint
 // has it, or from the cells of tensors, whatever the sharding and format of the other checkpoint.
-// Headers of rank shards, which no other checkpoint has, are rebuilt from the records.
+// If the other checkpoint does not have the file, safetensors headers are rebuilt from the records.
 #include "index/store/repair_source.h"
 
 #include <algorithm>
@@ -142,7 +142,7 @@ Status RepairSource::ReadObject(const ObjectRecord& object, std::uint64_t at, st
   return other_->ReadObject(*found, at, out, size, ReadVerify::kOff);
 }
 
-// Reads bytes of a header. The header was built for the whole range, and kept in headers_.
+// Reads bytes of a header, which is built once for the whole range and kept in headers_.
 Status RepairSource::ReadHeader(const ScanRange& range, std::uint64_t at, std::byte* out,
                                 std::size_t size) {
   const auto [made, fresh] = headers_.try_emplace(range.owner);

@@ -41,7 +41,7 @@ enum class ExchangeFallback { kBrieflyMissing, kSecondName };
 Status ReplaceRetained(FileSystem& fs, const std::string& folder, std::string_view name,
                        std::string_view data, ExchangeFallback instead);
 
-// Creates the directory `name` of a store durably.
+// Creates the directory `name` of a store durably if it is missing.
 Status EnsureFolderDurably(FileSystem& fs, const std::string& store, std::string_view name);
 
 }  // namespace tensormount

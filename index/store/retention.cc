@@ -98,8 +98,8 @@ class Pruner {
   Result<PruneReport> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(store_.CheckWritable());
     TENSORMOUNT_RETURN_IF_ERROR(CheckRules(options_.rules));
-    // The lock is held until the removals are done. So the rules cannot change meanwhile, because
-    // setting a policy also takes the lock.
+    // The lock is held until the removals are done. So, if the filesystem has locks, the rules
+    // cannot change meanwhile, because setting a policy also takes the lock.
     std::unique_ptr<File> lock;
     if (!options_.dry_run) {
       TENSORMOUNT_ASSIGN_OR_RETURN(lock, pins::Lock(fs_, store_.path(), options_.wait_seconds));
@@ -113,7 +113,7 @@ class Pruner {
         std::ranges::any_of(report_.decisions, [](const auto& decision) { return !decision.kept; });
     if (!any) return std::move(report_);
     // If a checkpoint is to be removed, at least one is readable. The first decision is about the
-    // newest readable checkpoint.
+    // newest readable checkpoint that the rules count (Decide).
     anchor_ = report_.decisions.front();
     TENSORMOUNT_RETURN_IF_ERROR(VerifyAnchor());
     if (!options_.dry_run) RemoveAll();
@@ -184,7 +184,7 @@ class Pruner {
     return candidates;
   }
 
-  // Checks that the newest checkpoint is intact before others are removed.
+  // Verifies the newest checkpoint quickly (without its data) before others are removed.
   Status VerifyAnchor() {
     const auto failed = [&](const Status& why) {
       // If the newest checkpoint was removed or replaced meanwhile, CheckAnchor reports this
@@ -222,8 +222,9 @@ class Pruner {
     }
   }
 
-  // Checks that the newest checkpoint still exists and that the policy is unchanged. On a
-  // filesystem without locks, another process may have removed checkpoints or changed the policy.
+  // Checks that the newest checkpoint still exists and that the policy is unchanged. A save may
+  // have replaced the checkpoint and, without locks, another process may have removed it or changed
+  // the policy.
   Status CheckAnchor() {
     const auto policy = pins::ReadPolicy(fs_, store_.path());
     if (!policy.ok()) return policy.status().WithContext("nothing more is removed");

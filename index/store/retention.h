@@ -39,8 +39,8 @@ struct Candidate {
   // Whether RetentionRules::match excludes the checkpoint, which then stays. Set by Decide.
   bool other_run = false;
   bool derived = false;  // Made by `derive`, so it is not a step of a run.
-  // Whether the caller of the prune has just saved this checkpoint. It stays, even if newer saves
-  // have begun.
+  // Whether the caller of the prune has just saved this checkpoint. It stays, even if newer ones
+  // were published.
   bool saved_now = false;
   std::string pinned;       // Description of the pin; empty: not pinned.
   std::string expired_pin;  // Description of an expired pin; empty: none.
@@ -56,14 +56,15 @@ struct Candidate {
 bool NeedsOpening(const RetentionRules& rules);
 
 // Makes one decision for each candidate. The decisions are in this order: readable candidates by
-// generation, uuid and name, the highest first, derived ones after the others; then unreadable
-// candidates by name. The first candidate stays if it is readable. Several names of one checkpoint
-// count as one. A pure function.
+// generation, uuid and name, the highest first, derived ones after the others, and those that
+// RetentionRules::match excludes after all of these; then unreadable candidates by name. The first
+// candidate stays if it is readable. Several names of one checkpoint count as one, except for rules
+// by steps. A pure function.
 std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
                                           std::vector<Candidate> candidates);
 
-// Messages about rules that have no effect, because no checkpoint has the data that they need
-// (metric, step number).
+// Messages about rules by metric that keep all checkpoints, because none has a number as this
+// metric.
 std::vector<std::string> UnmetRules(const RetentionRules& rules,
                                     const std::vector<Candidate>& candidates);
 

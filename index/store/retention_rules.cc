@@ -256,7 +256,7 @@ class RetentionEvaluator {
     }
   }
 
-  // A window ends whenever its number changes, up or down. So wrong clocks can only make more
+  // A window ends whenever its number changes, up or down. So clocks that run back make more
   // windows, which keep more checkpoints. A checkpoint with an unknown date is kept and belongs to
   // no window.
   void Hours(std::uint64_t count) {

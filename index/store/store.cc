@@ -2,8 +2,8 @@
 // Store of store.h: opening and creating a store, names, listing, the latest checkpoint, and Begin.
 // Publishing, arbitration, fsck and gc are separate protocols, each in a file of its own.
 //
-// Begin claims a generation by making a directory in .generations/, so that each number belongs to
-// exactly one save. Gc deletes all claims except the highest, in ascending order.
+// Begin claims a generation by making a directory in .generations/, so that no two saves get the
+// same number. Gc deletes all claims except the highest, in ascending order.
 #include "index/store/store.h"
 
 #include <algorithm>
@@ -58,8 +58,8 @@ std::string Hex(std::uint64_t bits) {
   return "0x" + std::string(text, end.ptr);
 }
 
-// Feature bits are checked before the other fields, because unknown incompatible bits may change
-// the meaning of those fields.
+// After "format", the incompatible feature bits are checked first, because unknown ones may change
+// the meaning of the other fields.
 Result<Superblock> DecodeSuperblock(std::string_view text, const std::string& path) {
   const auto bad = [&](const std::string& why) {
     return Status(Code::kDataLoss, path + ": " + why);
@@ -500,7 +500,8 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
   std::uint64_t highest = 0;
   // A checkpoint with an unreadable COMMIT must not stop saves, so its generation and uuid are not
   // used. The save still gets a higher generation, because ClaimGeneration also looks at the claims
-  // in .generations/. Such a checkpoint cannot be the parent; this only affects mtimes.
+  // in .generations/. Such a checkpoint cannot be the parent; this affects only mtimes and the
+  // default base.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
   for (const CheckpointListing& c : all) {
     if (c.problem.ok()) highest = std::max(highest, c.generation);

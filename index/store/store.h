@@ -31,8 +31,8 @@ struct CheckpointListing {
   std::uint64_t generation = 0;
   Uuid parent;
   std::uint64_t commit_bytes = 0;  // Size of the file COMMIT.
-  // Made by `derive`. A derived checkpoint is the latest, or the default base, only if the store
-  // has no other checkpoint.
+  // Made by `derive`. A derived checkpoint is the latest, or the default base, only if all usable
+  // checkpoints of the store are derived.
   bool derived = false;
   // Why the checkpoint cannot be used; OK if it can. kNotFound: no directory has this name.
   Status problem;
@@ -57,15 +57,15 @@ struct LatestCheckpoint : CheckpointListing {
 
 // A save in progress.
 struct Staging {
-  std::string store;      // Path of the store.
+  std::string store;  // Path of the store.
   // STORE/.staging/NAME.<id>; for a shared staging STORE/.staging/NAME.
   std::string directory;
-  std::string name;       // Name under which the checkpoint will be published.
+  std::string name;  // Name under which the checkpoint will be published.
   Uuid uuid;
   std::uint64_t generation = 0;
   Uuid parent;
   std::string parent_name;
-  // The checkpoint whose data files the save may link (index/store/linking.h). Zero: there is none.
+  // The checkpoint whose data files the save may link (index/store/linking.h). Zero: no base.
   Uuid base;
   std::string base_name;
   // Why the named base cannot be used, although it is in the store.
@@ -89,8 +89,8 @@ enum class Verdict { kCommitted, kAborted };
 // may use a store at the same time; atomic operations on its directory decide between them.
 class Store {
  public:
-  // Opens a store. kNotFound: no store.json. kUnsupported: a newer format (names the feature bits).
-  // kDataLoss: store.json is damaged.
+  // Opens a store. kNotFound: no store.json. kUnsupported: a newer format (names the feature bits
+  // or the version). kDataLoss: store.json is damaged.
   static Result<Store> Open(FileSystem& fs, const std::string& path);
   // Opens a store, and creates it first if it is missing. `path` may contain symlinks. Concurrent
   // creators open the same store.
@@ -107,7 +107,8 @@ class Store {
   Status CheckWritable() const;
   std::string CheckpointPath(std::string_view name) const;
 
-  // The checkpoints of the store, sorted by name. A damaged checkpoint is listed with its problem.
+  // The checkpoints of the store, sorted by name. A checkpoint that is damaged or cannot be read,
+  // and a directory that is not a checkpoint, are listed with their problem.
   Result<std::vector<CheckpointListing>> List() const;
   // Sorted names of directories that are checkpoints or may be. List() reads these.
   Result<std::vector<std::string>> Names() const;
@@ -115,18 +116,19 @@ class Store {
   // checkpoint. The problem is kNotFound if the directory does not exist.
   CheckpointListing FindListing(const std::string& name, CommitRecord* record = nullptr) const;
   // The checkpoint with the highest generation; among equal generations uuid decides, then name.
-  // Derived checkpoints count only if there is no other. kNotFound: the store is empty. If a COMMIT
-  // could not be read (kUnread), returns that error: the checkpoint may be the latest, and resuming
-  // from an older one would silently lose steps.
+  // Derived checkpoints count only if all usable checkpoints are derived. kNotFound: the store has
+  // no usable checkpoint. If a COMMIT could not be read (kUnread), returns that error: the
+  // checkpoint may be the latest, and resuming from an older one would silently lose steps.
   Result<LatestCheckpoint> Latest() const;
   // Latest() for a given listing.
   Result<LatestCheckpoint> LatestOf(const std::vector<CheckpointListing>& all) const;
 
   // Begins a save. Claims a generation and creates the staging directory with data/, manifest/ and
   // a file with its uuid. If the save has a base, a file BASE in the staging names the base, so
-  // that no rule removes the base meanwhile. Leftovers of crashed saves do not block a new save.
-  // kAlreadyExists: `name` is taken and `if_exists` is kFail. kNotFound: `base` is kNamed, and
-  // `base_name` does not exist.
+  // that no rule removes the base before the publish. Leftovers of crashed saves do not block a new
+  // save. kAlreadyExists: `name` is taken and `if_exists` is kFail. kPermissionDenied: `if_exists`
+  // is kReplace, and the checkpoint `name` is pinned. kNotFound: `base` is kNamed, and `base_name`
+  // does not exist or is not a checkpoint.
   Result<Staging> Begin(const std::string& name, IfExists if_exists,
                         BaseChoice base = BaseChoice::kNone,
                         const std::string& base_name = {}) const;
@@ -174,27 +176,30 @@ class Store {
     std::uint64_t tensors = 0;
     std::uint64_t chunks = 0;
     std::uint64_t bytes = 0;
-    // Time of reading and merging the manifests.
+    // Time before the index: reading and merging manifests, checking data files, deciding mtimes.
     double manifests_seconds = 0;
-    // Time of building and syncing the index.
+    // Time of writing and syncing the coordinator's manifest and the index.
     double index_seconds = 0;
     // Time after the index: directory syncs, COMMIT, rename.
     double publish_seconds = 0;
-    // The entry of .trash (".trash/NAME") with the checkpoint that was replaced; empty if none was
-    // replaced.
+    // The entry of .trash (".trash/NAME") with the checkpoint that was replaced. Empty: none was
+    // replaced, or it could not be moved to .trash yet.
     std::string replaced;
   };
   // Publishes a staging in which the data and manifests of all writers are durable. Reads the
-  // manifests, checks completeness, decides mtimes against the parent, writes the coordinator's
-  // manifest, the index and COMMIT, and renames (docs/format.md, "Publish"). `coordinator` has only
-  // info (producer, world_size) and common values. Unless `shared` is set, removes files of data/
-  // that no manifest names, and temporary files of manifest/.
+  // manifests, checks completeness, decides mtimes against the parent and the replaced checkpoint,
+  // writes the coordinator's manifest, the index and COMMIT, and renames (docs/format.md,
+  // "Publish"). `coordinator` has only info (producer, world_size, root) and common values. Removes
+  // temporary files of manifest/ and, unless `shared` is set, files of data/ that no manifest
+  // names.
   //   ok                 committed and durable
   //   kAlreadyExists     the name is taken; the staging still exists
   //   kUnsupported       kReplace, and the filesystem cannot exchange two directories
-  //   kUnknown           renamed, but a directory sync failed: a crash may undo the publish
-  //   kDataLoss          incomplete (names the box), or a manifest is damaged
-  //   kStale             the staging was aborted meanwhile
+  //   kPermissionDenied  kReplace, and the checkpoint is pinned
+  //   kUnknown           renamed, but a directory sync failed: a crash may undo the publish; or it
+  //                      is unknown whether the rename succeeded
+  //   kDataLoss          incomplete (names the box), or a manifest or data file is damaged
+  //   kStale             the staging was aborted meanwhile, or a foreign file changed
   // The call may be repeated after any failure except kUnknown and kStale. A partial checkpoint is
   // never visible. Only the coordinator calls this, one call at a time.
   Result<Published> Publish(const Staging& staging, const Inventory& coordinator,
@@ -202,28 +207,31 @@ class Store {
 
   // For copies, which keep the source's generation (index/store/copy.h). PrepareToWrite creates the
   // store's directories (kReadOnly as for a save). ClaimUpTo, called before the publish, claims
-  // `generation` unless a higher number is claimed already, so that later saves get higher numbers
-  // even if the copy is removed. The caller syncs .generations to make the claim durable.
+  // `generation` unless this or a higher number is claimed already, so that later saves get higher
+  // numbers even if the copy is removed. The caller syncs .generations, because an existing claim
+  // may not be durable.
   Status PrepareToWrite() const;
   Status ClaimUpTo(std::uint64_t generation) const;
 
   // Decides whether a timed-out save was published. If the staging was not published, this call
   // moves it to .trash, so that nobody can publish it any more. Then the directory with the uuid of
   // `staging` is searched. kCommitted or kAborted: the verdict is durable, because this call has
-  // synced the parent directories. kUnknown: neither could be determined. Any rank may call it, any
-  // number of times.
+  // synced the parent directories. kUnknown: the verdict could not be determined or made durable.
+  // Any rank may call it, any number of times.
   Result<Verdict> AbortOrDecide(const Staging& staging) const;
 
   // Moves a checkpoint to .trash durably; Gc deletes it later. kNotFound: there is no such
   // checkpoint. kInvalidArgument: the directory is not a checkpoint. kPermissionDenied: the
   // checkpoint is pinned (`force` removes the pin too). kUnknown: removed, but a power failure may
-  // undo the removal.
+  // undo the removal; or it is unknown whether the checkpoint was removed; or a checkpoint that was
+  // pinned meanwhile could not be moved back from .trash.
   Status Remove(std::string_view name, const RemoveOptions& options = {}) const;
   // Returns the reason why a checkpoint must stay, for messages. nullopt: it may be removed.
   using Holds = std::function<Result<std::optional<std::string>>(const Uuid&)>;
   struct Removal {
     // OK if the checkpoint was removed or must stay. kStale: another checkpoint has the name now.
-    // kUnknown: the checkpoint is in .trash and could not be moved back, or a move is not durable.
+    // kUnknown: the checkpoint is in .trash and could not be moved back, or a move is not durable,
+    // or its result is unknown.
     Status status;
     // The reason why the checkpoint stays at its name, or was moved back to it. nullopt: it was
     // removed, or `status` has an error.
@@ -235,17 +243,18 @@ class Store {
   // Removes a checkpoint only if its uuid is `uuid` and `holds` returns no reason to keep it.
   // `holds` is called before the move and again after it. A process that protects a checkpoint
   // (pins::Pin) checks that the checkpoint exists after making the pin durable, so at least one of
-  // the two processes sees the other. If `holds` fails, the checkpoint stays, and `status` has the
-  // error.
+  // the two processes sees the other. If `holds` fails, the checkpoint stays or is moved back, and
+  // `status` has the error.
   Removal RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds) const;
 
   struct GcOptions {
     bool dry_run = false;
-    std::chrono::seconds grace{60};  // Minimum age of an entry of .trash.
+    std::chrono::seconds grace{60};  // Minimum age of entries of .trash and of leftovers.
     // The caller guarantees that no reader has been reading for longer than `grace`. Needed on
     // filesystems without locks.
     bool trust_grace = false;
-    // A staging that did not change for this time is abandoned.
+    // A staging that did not change for this time is abandoned, unless a lock shows that it is in
+    // use. Pins and ephemeral marks of deleted checkpoints are deleted after this time.
     std::chrono::seconds staging_age{86400};
   };
   struct GcReport {
@@ -256,14 +265,16 @@ class Store {
     std::vector<std::string> failed;
     std::uint64_t bytes_freed = 0;
   };
-  // Deletes garbage: entries of .trash that nobody reads (exclusive flock on COMMIT) after the
-  // grace period, abandoned stagings (which are moved to .trash first), leftovers of writers, data
-  // in .derived, .pins and .ephemeral of deleted checkpoints, and generation claims below the
-  // highest. On filesystems without locks, checkpoints in .trash are deleted only with
-  // `trust_grace`. A directory with the device and inode of a live checkpoint is never deleted.
+  // Deletes garbage: entries of .trash that nobody reads (exclusive flock on COMMIT) or holds
+  // (pins, running saves) after the grace period, abandoned stagings (which are moved to .trash
+  // first), leftovers of writers, data in .derived, .pins and .ephemeral of deleted checkpoints,
+  // and generation claims below the highest. On filesystems without locks, checkpoints in .trash
+  // are deleted only with `trust_grace`. An entry of .staging or .trash with the device and inode
+  // of a live checkpoint is never deleted.
   Result<GcReport> Gc(const GcOptions& options) const;
   // Deletes these entries (".trash/...") without a grace period, if locks show that nobody reads
-  // them. `now`: the current time in seconds since 1970, which tells whether pins have expired.
+  // them and nothing holds them. `now`: the current time in seconds since 1970, which tells whether
+  // pins have expired.
   GcReport FreeTrash(const std::vector<std::string>& entries, std::int64_t now) const;
 
   struct FsckOptions {
@@ -276,9 +287,12 @@ class Store {
   struct FsckFinding {
     std::string object;  // Name of a checkpoint, or a path below the store.
     std::string problem;
-    std::string remedy;  // How to repair the problem, or how it was repaired.
+    std::string remedy;  // How to repair the problem, how it was repaired, or why that failed.
     bool repaired = false;
-    bool damage = true;  // False: the finding is only a leftover.
+    // True also for warnings of the verification. False: a leftover or another entry that the store
+    // does not need, a running save, copy or repair, an object that could not be checked, a damaged
+    // policy or pin (checkpoints are intact), or a second checkpoint with the same uuid.
+    bool damage = true;
     // Whether the object could not be checked, which is not damage.
     bool unread = false;
     // For damaged data files: names of other checkpoints that have the same file (inode).
@@ -301,7 +315,7 @@ class Store {
   Result<FileInfo> CheckExists(std::string_view name) const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
   // The readable checkpoint of `all` with the highest generation, or the highest derived one if all
-  // are derived; null if no checkpoint is readable.
+  // readable ones are derived; null if no checkpoint is readable.
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);
   // Claims a generation, and sets generation, parent and base of a new save. Creates the store's
   // directories first.
@@ -309,8 +323,7 @@ class Store {
                     const std::string& base_name, Staging& staging) const;
   Result<Published> PublishSteps(const Staging& staging, const Inventory& coordinator,
                                  const PublishOptions& options) const;
-  // Returns the entry of .trash with the checkpoint that was replaced; empty if no checkpoint was
-  // replaced.
+  // Returns Published::replaced.
   Result<std::string> MoveIntoPlace(const Staging& staging, IfExists if_exists) const;
   // kAlreadyExists unless a checkpoint can be published under this name. An empty directory does
   // not take the name: frameworks create the directory that they are about to save into.
@@ -333,13 +346,14 @@ Result<StoreAndName> SplitCheckpointPath(const std::string& path);
 // The name of a checkpoint of `store`. `given` is NAME, a path, "latest" or STORE/latest.
 // kInvalidArgument: the path is in another store.
 Result<std::string> NameInStore(const std::string& store, const std::string& given);
-// Splits "STORE/.staging/NAME", like SplitCheckpointPath.
+// Splits "STORE/.staging/NAME" and ignores trailing slashes. kInvalidArgument for other forms. The
+// name is not checked.
 Result<StoreAndName> SplitStagingPath(const std::string& path);
 
 // Resolves a user's path once: symlinks, trailing slashes, and "STORE/latest" to the latest
-// checkpoint (unless an entry of the store has that name). All opens of the result then read the
-// same checkpoint, whatever is published meanwhile. kNotFound if there is no such path. Appends the
-// warnings of Latest() to `warnings`.
+// checkpoint (unless an entry of the store has that name). All opens of the result then use the
+// same name, whatever later checkpoint is published meanwhile. kNotFound if there is no such path.
+// Appends the warnings of Latest() to `warnings`.
 Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view path,
                                       std::vector<std::string>* warnings = nullptr);
 

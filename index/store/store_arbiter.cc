@@ -58,9 +58,9 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
     return verdict;
   };
   Status why;
-  // Each pass of the loop returns a verdict, or moves the staging, or finds that it moved
-  // meanwhile. If the staging moves during a search, the search may find it nowhere, so it is
-  // repeated.
+  // Each pass of the loop returns a verdict or moves the staging. A pass that does neither is
+  // repeated: a directory could not be read or renamed, or the staging moved during the search,
+  // which then may find it nowhere.
   for (int round = 0; round < 16; ++round) {
     switch (store_moves::Locate(fs, staging)) {
       case UuidLocation::kPublished:

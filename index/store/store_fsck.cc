@@ -169,7 +169,8 @@ class Checker {
     }
   }
 
-  // Checks pins and policy. Damage in them does not damage checkpoints, but stops removals by rule.
+  // Checks pins and policy. Damage in them does not damage checkpoints: a damaged policy stops
+  // removals by rule, and a damaged pin protects its checkpoint without end.
   void Retention() {
     bool unread = false;
     const Status policy = pins::ReadPolicy(fs_, store_, &unread).status();

@@ -20,8 +20,8 @@
 namespace tensormount {
 namespace {
 
-// Device and inode of a directory. Gc never deletes a directory with the id of a live checkpoint,
-// whatever its name.
+// Device and inode of a directory. Gc never deletes an entry of .staging or .trash with the id of a
+// live checkpoint, whatever its name.
 using FolderId = std::pair<std::uint64_t, std::uint64_t>;
 FolderId IdOf(const FileInfo& info) { return {info.device, info.inode}; }
 
@@ -132,8 +132,8 @@ class Collector {
   void Keep(const std::string& below, std::string_view why) {
     report_.kept.push_back(below + ": " + std::string(why));
   }
-  // Reports a failure; the caller leaves the object as it is. kNotFound is not reported, because it
-  // means that the object was removed meanwhile.
+  // Reports a failure. kNotFound is not reported, because it means that the object was removed
+  // meanwhile.
   void Fail(const std::string& below, const Status& why) {
     if (why.code() != Code::kNotFound) report_.failed.push_back(below + ": " + why.message());
   }
@@ -153,8 +153,7 @@ class Collector {
   // Whether a time is more than an hour ahead: the clock was set back, or the clock of another
   // machine is wrong.
   bool IsInFuture(std::int64_t since) const { return since > now_ && since - 3600 > now_; }
-  // Returns true, and reports the entry as kept, if it changed within `limit` or its age is
-  // unknown.
+  // Returns true, and reports the entry, if it changed within `limit` or its age is unknown.
   bool KeepIfYoung(const std::string& below, int depth, std::chrono::seconds limit,
                    std::string_view why) {
     NewestMtime looked;
@@ -168,8 +167,7 @@ class Collector {
                     (IsInFuture(looked.newest) ? ": its time stamps are in the future" : ""));
     return true;
   }
-  // Returns true, and reports the entry as kept, if it is or may be a live checkpoint under another
-  // name.
+  // Returns true, and reports the entry, if it is or may be a live checkpoint under another name.
   bool KeepIfLive(const std::string& below) {
     const Result<FileInfo> info = fs_.LinkStat(Path(below));
     if (!info.ok()) {
@@ -181,8 +179,9 @@ class Collector {
     Keep(below, "this is the same directory as checkpoint " + live->second);
     return true;
   }
-  // Returns true, and reports the entry as kept, if there is a reason to keep it (trash::FindHold).
-  // Moves the entry back to its name in the store if the name is known.
+  // Returns true, and reports the entry, if there is or may be a reason to keep it
+  // (trash::FindHold). Except in a dry run, tries to move the entry back to its name in the store
+  // (trash::MoveBack).
   bool KeepIfHeld(const std::string& entry) {
     const std::string below = JoinPath(store_paths::kTrashFolder, entry);
     const auto kept = trash::FindHold(fs_, store_, entry, now_);
@@ -200,8 +199,8 @@ class Collector {
                                            "holds it"));
     return true;
   }
-  // Deletes a directory and adds it to the report. `lock` is released after everything is deleted.
-  // `as`: the path in the report, if it differs from `below`.
+  // Deletes a directory or file and adds it to the report. `lock` is released after all files are
+  // deleted. `as`: the path in the report, if it differs from `below`.
   void Delete(const std::string& below, std::unique_ptr<File> lock = nullptr,
               const std::string& as = {}) {
     const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
@@ -254,7 +253,7 @@ class Collector {
     if (KeepIfLive(below)) return;
     const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs_, Path(below));
     // `replaced`: the entry is a checkpoint that a publisher replaced by an exchange, so it has the
-    // staging's name. The publisher died before it moved the checkpoint to .trash.
+    // staging's name. The publisher has not moved it to .trash, for example because it died.
     const std::size_t dot = entry.name.rfind('.');
     const std::string id = dot == std::string::npos ? "" : entry.name.substr(dot + 1);
     const Status mark = fs_.LinkStat(JoinPath(Path(below), store_paths::kSharedFile)).status();
@@ -269,8 +268,8 @@ class Collector {
         KeepIfYoung(below, kMaxGcDepth, options_.staging_age, "too young to count as abandoned")) {
       return;
     }
-    // Writers with open files hold a shared lock; copies and repairs hold an exclusive one. Our
-    // lock is held until the entry is in .trash.
+    // Mounts with open files of a shared staging hold a shared lock; copies and repairs hold an
+    // exclusive one. Our lock is held until the entry is in .trash.
     std::unique_ptr<File> lock;
     if (shared || entry.name.starts_with(store_paths::kCopyPrefix) ||
         entry.name == store_paths::kRepairFolder) {

@@ -12,8 +12,8 @@ namespace tensormount::store_moves {
 namespace {
 
 // Deletes the marks of entries in .trash, so that another entry can be moved there on a full disk.
-// Gc makes the marks again, and their grace periods begin again. Returns false if there were no
-// marks.
+// Gc makes the marks again, and their grace periods begin again. Returns false if no mark was
+// deleted.
 bool DropMarks(FileSystem& fs, const std::string& trash) {
   const auto entries = fs.List(trash);
   if (!entries.ok()) return false;

@@ -39,9 +39,9 @@ Status SuperblockDamage(FileSystem& fs, const std::string& store);
 Status RemakeSuperblock(FileSystem& fs, const std::string& store);
 
 // Renames a directory of this store into .trash and returns its new path. The new name is the uuid
-// and `suffix`, or "unreadable.<hex>" if the uuid cannot be read. Adds a mark with the time and the
-// checkpoint's `name` (empty: unknown). kNotFound: the directory does not exist. Not durable: the
-// caller calls SyncMovedFolder.
+// and `suffix`, or "unreadable.<hex>" if the uuid cannot be read; if it is taken, a random part is
+// added. Adds a mark with the time and the checkpoint's `name` (empty: unknown). kNotFound: the
+// directory does not exist. Not durable before a SyncMovedFolder of the caller.
 Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
                                 std::string_view suffix, std::string_view name = {});
 // The path in .trash of the directory with the device and inode of `folder`. kNotFound: there is
@@ -63,7 +63,7 @@ std::string TrashMarkPath(const std::string& entry);
 // Writes the mark of a trash entry: a file with the entry's old name, whose mtime is now. Failures
 // are ignored, because gc creates missing marks.
 void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name = {});
-// The old name in the mark of a trash entry; empty if the mark has no name.
+// The old name in the mark of a trash entry; empty if it is unknown.
 std::string NameInMark(FileSystem& fs, const std::string& entry);
 
 // Result of SweepShared.

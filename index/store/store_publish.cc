@@ -51,8 +51,8 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-// Checks the uuid of the staging, and removes leftovers of an earlier attempt. At every moment of a
-// publish the file UUID or COMMIT has the uuid.
+// Checks the uuid of the staging, and removes BASE and leftovers of an earlier attempt. At every
+// moment of a publish the file UUID or COMMIT has the uuid.
 Status PrepareStaging(FileSystem& fs, const Staging& staging, bool shared) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Uuid uuid, store_moves::ReadFolderUuid(fs, staging.directory));
   if (uuid != staging.uuid) {
@@ -129,7 +129,7 @@ Status ForEachManifest(FileSystem& fs, const Staging& staging,
 }
 
 // Merges all manifests into `merger` and returns the inventory without extents. Appends an entry of
-// COMMIT for each manifest to `commit_entries`.
+// COMMIT for each manifest that it reads to `commit_entries`.
 Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
                                   const Inventory& coordinator,
                                   const std::vector<std::string>& expected, InventoryMerger& merger,
@@ -172,8 +172,8 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
 }
 
 // The single pass over the extents: each tensor is checked for completeness, added to the content
-// root, and passed to the index writer. Two threads share each batch of tensors: one checks, the
-// other hashes and writes.
+// root, and passed to the index writer. Two threads share each full batch of tensors: one checks,
+// the other hashes and writes.
 class RowPass {
  public:
   RowPass(Inventory& inventory, const TensorUse& use)
@@ -326,8 +326,8 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
   return priors;
 }
 
-// Decides the mtimes. If the index of a prior is damaged, the prior's records are taken from its
-// manifests. If these are damaged too, the prior counts as empty.
+// Decides the mtimes. If the index of a prior is damaged, the records of all priors are taken from
+// their manifests. A prior whose manifests are damaged too counts as empty.
 Status DecideAgainst(FileSystem& fs, std::span<const std::shared_ptr<OpenedCheckpoint>> priors,
                      std::int64_t now, Inventory& inventory) {
   std::vector<const CheckpointIndex*> indexes;
@@ -356,8 +356,8 @@ Status SyncBelow(FileSystem& fs, const Staging& staging, std::string_view folder
 
 }  // namespace
 
-// If the staging has disappeared, that is the cause of a failure: a rank has aborted the save. The
-// error then says this.
+// If the staging has disappeared, that is the cause of a failure, and the error says that a rank
+// aborted the save.
 Result<Store::Published> Store::Publish(const Staging& staging, const Inventory& coordinator,
                                         const PublishOptions& options) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(staging.name));

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Store::Remove and RemoveUnlessHeld of store.h (docs/steps.md, "Removal and holds"). One rename
-// removes a checkpoint from its name. Pins and running saves are checked before and after the
-// rename. A process that pins a checkpoint looks for the checkpoint after its pin is durable, so at
-// least one of the two processes sees the other.
+// removes a checkpoint from its name. Holds (pins and, for removals by rule, running saves) are
+// checked before and after the rename, unless the removal is forced. A process that pins a
+// checkpoint looks for the checkpoint after its pin is durable, so at least one of the two
+// processes sees the other.
 #include "index/read/checkpoint.h"
 #include "index/records/store_paths.h"
 #include "index/store/pins.h"

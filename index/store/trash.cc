@@ -83,7 +83,8 @@ Result<bool> MoveBack(FileSystem& fs, const std::string& store, const std::strin
                       const Hold& kept) {
   if (kept.back_to.empty()) return false;
   const auto lock = pins::Lock(fs, store, 0);
-  // If the filesystem has no locks, a running removal cannot be detected, so nothing is moved.
+  // Without the lock (no locks, full disk) a running removal cannot be detected, so nothing is
+  // moved.
   if (lock.status().code() == Code::kBusy || (lock.ok() && lock.value() == nullptr)) return false;
   TENSORMOUNT_RETURN_IF_ERROR(lock.status());
   const std::string trash = JoinPath(store, store_paths::kTrashFolder);

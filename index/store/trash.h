@@ -16,8 +16,8 @@ namespace tensormount::trash {
 
 // A reason to keep an entry of .trash.
 struct Hold {
-  std::string why;      // Empty: nothing needs the entry.
-  // The checkpoint's name in the store before it was moved to .trash; empty: unknown.
+  std::string why;  // Empty: nothing needs the entry.
+  // The name in the store to move the checkpoint back to; empty: unknown, or not a checkpoint.
   std::string back_to;
 };
 
@@ -32,7 +32,7 @@ Result<Hold> FindHold(FileSystem& fs, const std::string& store, const std::strin
 // Moves an entry back to its name in the store. Returns false, and leaves the entry in place, if
 // the name is unknown or taken, or if another entry of .trash has the same checkpoint. Takes the
 // removal lock; also returns false if the lock is not free (a running removal may be about to move
-// the entry back) or if the filesystem has no locks.
+// the entry back), or if no lock can be made (no locks, full disk).
 Result<bool> MoveBack(FileSystem& fs, const std::string& store, const std::string& entry,
                       const Hold& kept);
 

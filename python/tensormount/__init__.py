@@ -7,8 +7,8 @@
     ...     rows = checkpoint["w"][0:2]
     (16, 32)
 
-`rows` is a NumPy array. Only its bytes were read, and each byte was compared with the checkpoint's
-hashes if the checkpoint has any.
+`rows` is a NumPy array. Only the parts of the files that have its bytes were read, and each byte was
+compared with the checkpoint's hashes if the checkpoint has any.
 
 open                  opens a checkpoint of tensormount, PyTorch DCP, Megatron-Core, OLMo-core, Hugging
                       Face and others, in place
@@ -16,7 +16,7 @@ save, load            a state dict, on all ranks of a Group; async_save and asyn
 torch.save, .load     a model and its optimizers; torch.Writer and .Reader for DCP
 Store                 lists, removes and pins the checkpoints of a store
 verify, diff, copy, repair, adopt, derive, export, mount
-Error                 the base class of all exceptions
+Error                 the base class of the package's own exceptions
 
 docs/python.md is the guide.
 

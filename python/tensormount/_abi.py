@@ -111,8 +111,8 @@ def enable_mapping_guard() -> None:
     """Lets the library read short runs through mmap, the fastest way to read columns of a sharded tensor.
 
     Call it once per process, after the program has set its own signal handlers (faulthandler, for example).
-    A SIGBUS from a page within a read of the library becomes a DataLossError; any other SIGBUS goes to the
-    earlier handler.
+    A SIGBUS from a page within a read of the library becomes an exception of that read; any other SIGBUS goes to
+    the earlier handler.
     """
     status = library().tm_enable_mapping_guard()
     if status:

@@ -3,7 +3,7 @@
 run as one checkpoint.
 
     model, optim, model_1, ...   state dicts, replicated on all ranks, or sharded (FSDP2)
-    extra                        state dicts of rank 0: schedulers, objects of the program
+    extra                        state dicts of rank 0: schedulers, objects of the program; DTensors of all ranks
     files/NAME                   objects: files that the framework wrote on rank 0
     rank_files                   an object with one part for each rank: files that the framework wrote there
 """

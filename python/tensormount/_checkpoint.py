@@ -94,8 +94,8 @@ class Checkpoint:
     Any number of threads may read from it. It is closed by close(), at the end of `with`, or when nothing
     refers to it.
 
-    It pickles as its path and is opened again when it is unpickled. If another checkpoint has the name by
-    then, that is a StaleError.
+    It pickles as its path and is opened again when it is unpickled. If another checkpoint of tensormount has the
+    name by then, that is a StaleError.
     """
 
     _handle: Optional[_Handle]
@@ -151,7 +151,7 @@ class Checkpoint:
     def close(self) -> None:
         """Closes the checkpoint; its tensors cannot be read any more.
 
-        Reads under way on other threads finish first. May be called again.
+        Does not wait: reads under way on other threads still finish. May be called again.
         """
         self._handle = None
 
@@ -633,7 +633,7 @@ class Tensor:
 
     @property
     def digest(self) -> Optional[int]:
-        """CRC-64/NVME of the row-major bytes; None for files of other programs."""
+        """CRC-64/NVME of the row-major bytes; None if none is stored (files of other programs)."""
         return self._digest
 
     def __len__(self) -> int:

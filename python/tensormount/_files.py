@@ -32,8 +32,9 @@ class Files:
     """The files that a mount shows of a checkpoint: `npy/`, `zarr/`, `hf/`, `dcp/`, `slices/` and so on.
 
     Paths are relative to the checkpoint: "npy/layers/0/w.npy"; "" is its directory. Iteration returns the path
-    of every file, views included, directory by directory; slices open by name and are not listed. Bytes are
-    verified when they are read. It and its open files keep the checkpoint open. Any number of threads may use it.
+    of every file, views included, directory by directory; slices open by name and are not listed. Bytes that
+    have hashes are verified when they are read. It and its open files keep the checkpoint open. Any number of
+    threads may use it.
 
         >>> import tensormount as tm
         >>> files = tm.open("STORE/step-1").files()

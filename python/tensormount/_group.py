@@ -224,7 +224,8 @@ class Group:
     def from_torch(cls, group: Any = None, *, timeout: float = 300.0, **options: Any) -> Group:
         """The ranks of a process group of torch.distributed; None: the default process group.
 
-        Uses the group's store, for one address per rank, and none of its collectives: any backend works.
+        Uses the store of the default process group, for one address per rank, and no collectives: any backend
+        works.
 
         timeout   seconds to wait for the other ranks. options: as for `from_store`.
 

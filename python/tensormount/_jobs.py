@@ -210,8 +210,8 @@ class Job:
     Any thread may wait for it, and coroutines may `await` it. The memory that the library works with lives
     until the verdict, even if the job object is dropped, an exception ends a `with` block, or the interpreter
     ends. The end of the interpreter waits for saves (`exit_wait`) and cancels loads. A failure is logged as an
-    error (logger "tensormount") when the job is dropped or the process ends, unless wait() raised it or
-    exception() returned it.
+    error (logger "tensormount") when the job is dropped or the process ends, unless wait() raised it,
+    exception() returned it, or cancel() of this process caused it.
 
     A save releases its tensors before the verdict, once their bytes are copied: when the call that began it
     returns, or, with `stage_in_background`, when the job is next queried or waited for, or when another save

@@ -67,7 +67,7 @@ class KeyMap:
         return HIDDEN + name if name in self._stored else name
 
     def new_names(self) -> list[str]:
-        """New names of all tensors that are not dropped."""
+        """The new names of tensors that are not dropped, and of their paths."""
         return list(self._of_new)
 
 

@@ -105,7 +105,7 @@ class _Family:
         return zip(*self.facts.like, *([self.places] if self.places else []))
 
     def rooms(self) -> Sequence[float]:
-        """Bytes from the base address of each leaf to the end of its storage; infinity if there are no facts."""
+        """Bytes from the base address of each leaf to the end of its storage; infinity if that is unknown."""
         if self.facts is None or not self.facts.storage:
             return [math.inf] * len(self.members)
         return [
@@ -215,7 +215,8 @@ class Layout:
             )
 
     def _templates(self, rows: _Rows, world_size: Optional[int]) -> List[_Template]:
-        """The template of each row. Only the first of the rows that are alike is described."""
+        """The template of each row. Of rows that are alike only the first is described, and those with too little
+        memory."""
         found: Dict[int, _Template] = {}
         for family in self._seen.families:
             likes = family.signatures()

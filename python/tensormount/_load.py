@@ -60,17 +60,18 @@ class Loaded:
     """The result of a load. The bytes are in the request's tensors.
 
     state       the request, with plain values of the checkpoint in place of its own.
-    kept        paths of plain values of the request that are not stored and kept their values. Only
-                `not_stored` or `strict_exempt` allow that.
+    kept        paths of plain values of the request that are not stored and kept their values, as
+                `not_stored`, `strict_exempt` or `optional` allow.
     report      numbers, as a dict: bytes_wanted, bytes_read, plan_seconds, ...
     uuid        the uuid of the checkpoint.
-    common      plain values by name; rank_common: the values of single ranks of the save.
+    common      plain values by name; rank_common: {rank: the values of this rank}, or, if the save had none
+                for it, those of rank 0.
     metadata    values that describe the checkpoint as a whole.
-    objects     the requested bytes, by (key, index).
+    objects     the bytes requested by `objects`, by (key, index).
     not_stored  with `not_stored="return"` the requested tensors and plain values that are not stored
                 ("optim.param_groups.0.lr"), and keys that `optional` of tensormount.torch.load let be absent.
     not_requested   with `not_requested="return"` the stored tensors that no rank requested.
-    skipped     keys of which nothing was loaded, by a rule.
+    skipped     keys of which nothing was loaded: not stored, or left out by a rule.
     converted   keys whose elements were converted, by a rule.
     uncovered   cells that the stored tensor lacks, by a rule: (key, begin, extent, zeroed).
     """

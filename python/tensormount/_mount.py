@@ -37,7 +37,8 @@ class Mount:
         return f"<tensormount.Mount {self.path!r}{'' if self._program else ': unmounted'}>"
 
     def close(self, *, timeout: float = 60.0) -> None:
-        """Unmounts. Raises Error if files are still in use after `timeout` seconds; call it again then.
+        """Unmounts. Raises BusyError if files are in use, and TimeoutError after `timeout` seconds; call it again
+        then.
 
         In a forked child it does nothing: the mount belongs to the parent.
         """
@@ -74,8 +75,8 @@ def mount(
     options   further options of `tensormount mount` (docs/cli.md).
     timeout   seconds that mounting may take.
 
-    The mount is a separate process, which outlives this one unless close() ends it. UnsupportedError: the
-    machine has no FUSE (/dev/fuse, fusermount3).
+    The mount is a separate process, which outlives this one unless close() ends it, or the Mount is dropped.
+    UnsupportedError: the machine has no FUSE (/dev/fuse, fusermount3).
 
         with tm.mount("STORE") as mnt:
             weights = numpy.load(f"{mnt.path}/latest/npy/w.npy", mmap_mode="r")

@@ -48,8 +48,8 @@ class Places:
             self.root = os.path.dirname(self.store) if self.store is not None else ""
 
     def checkpoint(self, directory: PathLike) -> str:
-        """The checkpoint of a framework's directory. InvalidArgumentError if it is not below `root`, or is one
-        of the store's own."""
+        """The checkpoint of a framework's directory. InvalidArgumentError if it is not below `root`, is one of the
+        store's own, or gives no valid name."""
         directory = os.path.abspath(os.fspath(directory))
         if self.store is None:
             return os.path.join(directory, STATE)

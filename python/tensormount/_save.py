@@ -152,7 +152,7 @@ def save(
 
     Collective: every rank of `group` calls it with its part, and all ranks get the same verdict. When it
     returns, the checkpoint is complete and durable. If it raises, the checkpoint does not exist (after
-    UnknownOutcomeError it may).
+    UnknownOutcomeError, or an exception of a signal handler, it may).
 
     state     a dict (or list, tuple), nested as you like, of NumPy arrays, PyTorch tensors and DTensors,
               JAX arrays, and plain values. An object with state_dict() and load_state_dict() is saved
@@ -381,7 +381,7 @@ def build(
 
 
 def _write(path: str, text: str) -> None:
-    """Writes a file durably and atomically; it may replace an earlier one. A pipe or device is written to."""
+    """Writes a file atomically; it may replace an earlier one. A pipe or device is written to."""
     at = os.path.realpath(path)
     plain = not os.path.exists(at) or os.path.isfile(at)
     temporary = f"{at}.{os.getpid()}.tmp" if plain else path

@@ -171,7 +171,8 @@ def text(key: str) -> bytes:
 
 
 def texts(values: Sequence[str], kept: list[Any]) -> tuple[Any, int]:
-    """An array of C strings, which is appended to `kept`, and its length. InvalidArgumentError: no list of str."""
+    """An array of C strings, which is appended to `kept`, and its length. InvalidArgumentError: `values` is not a list
+    of str."""
     if isinstance(values, str) or not all(isinstance(one, str) for one in values or ()):
         raise InvalidArgumentError(f"{values!r}: a list of str was expected")
     values = values or ()

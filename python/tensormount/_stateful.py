@@ -13,7 +13,7 @@ from tensormount.errors import LayoutError
 
 
 def has_states(value: Any) -> bool:
-    """Whether a value is, or contains, an object that loads a state. Containers of such objects are kept."""
+    """Whether a value is, or contains, an object that loads a state."""
     return _has(value, "load_state_dict")
 
 

@@ -373,7 +373,7 @@ def derive(
 ) -> dict[str, Any]:
     """Makes checkpoint "STORE/NEW" from a part of the one named `source` in the same store.
 
-    Files are hard linked. Only data within files that are mostly dropped are read and copied.
+    Files are hard linked. Only data of files that are mostly dropped, or cannot be linked, are read and copied.
 
     keep, drop   globs over the old keys of tensors and objects, "optimizer.*"; each must match a key
               (NotFoundError).

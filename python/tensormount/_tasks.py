@@ -69,7 +69,7 @@ def run_in_background(
     own: Optional[BaseException] = None,
 ) -> Any:
     """Runs `call(address of a task)` on a thread and returns its result. Ctrl-C ends the wait at once and cancels
-    the task; the thread ends at its next block.
+    the task; a call that uses the task ends at its next block, another one goes on.
 
     `handle`: the use of the group that the call works with. The thread has another one until it ends, and close()
     of the group waits for it. `own`: the error of this rank's arguments, raised here after the call, which still

@@ -69,7 +69,7 @@ Structure = Dict[str, Any]
 class PerRank:
     """A plain value that differs between ranks: a position in the data, the state of a generator.
 
-    Other values must be the same on every rank; a save in which they differ is refused.
+    Other values must be the same on every rank; a save in which they differ is refused (option `common`).
     """
 
     __slots__ = ("value",)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of this package: one class for each status of the C interface, all below `Error`.
+"""The exceptions of this package: one or more classes for each status of the C interface, all below `Error`.
 
-A class is also the built-in exception with that meaning: a `KeyNotFoundError` is a `KeyError`, a
-`PeerTimeout` a `TimeoutError`. Programs that do not know tensormount then handle them correctly, and
-`except tm.Error` catches all.
+If a built-in exception has the meaning of a class, the class derives from it, too: a `KeyNotFoundError` is a
+`KeyError`, a `PeerTimeout` a `TimeoutError`. Programs that do not know tensormount then handle them correctly,
+and `except tm.Error` catches all of them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Optional
 
 
 class Error(Exception):
-    """The base class of all exceptions of this package.
+    """The base class of the exceptions of this module.
 
     code    name of the status: "DATA_LOSS"
     errno   errno of the system call that failed, or the one that corresponds to the status
     rank    the rank of the group that caused the failure
     key     key of the tensor or object
     box     (begin, extent) of the cells, two tuples of int
-    file    path of the data file
+    file    path of the file
     cause   the likely cause, as text
     device  the device that failed, or whose driver failed: "cuda:0 (NVIDIA H100 80GB HBM3)"
     memory_in_use   True: a device may still access memory of the failed call. Do not use that memory for
@@ -200,7 +200,7 @@ class CancelledError(Error):
 
 
 class InternalError(Error):
-    """A bug in tensormount, or ranks that are in different calls."""
+    """A bug in tensormount, ranks that are in different calls, or another kind of exception on another rank."""
 
     code = "INTERNAL"
 

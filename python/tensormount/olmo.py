@@ -98,7 +98,8 @@ class install:
             _plugins.warn_once(f"olmo: what OLMo-core saves to PATH is a tensormount checkpoint in {where}")
 
     def undo(self) -> None:
-        """Puts OLMo-core's names back. Saves that have begun go on. A second call does nothing."""
+        """Puts OLMo-core's names back, unless another `install` is active. Saves that have begun go on. A second call
+        does nothing."""
         for position, settings in enumerate(_active):
             if settings is self._settings:
                 del _active[position]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves that consist of parts: `Shards` and JAX arrays."""
+"""Leaves that consist of parts: `Shards`, ShardedTensors and JAX arrays."""
 
 from __future__ import annotations
 

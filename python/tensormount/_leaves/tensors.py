@@ -74,7 +74,7 @@ class TensorKind(ArrayKind):
     def new_addresses(self, leaves: Sequence[Any], loads: bool, facts: Facts) -> Optional[List[int]]:
         if _has_read_only(leaves, loads):
             return None
-        # All checks are in one pass over the tensors, so that each is fetched into the processor's cache once.
+        # These checks are in one pass over the tensors, so that each is fetched into the processor's cache once.
         found = [
             t.data_ptr()
             for t, dtype, shape, strides, offset, size in zip(leaves, *facts.like[:3], *facts.storage)

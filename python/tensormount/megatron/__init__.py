@@ -7,8 +7,8 @@
     pretrain(...)                                  # --ckpt-format torch_dist
 
 megatron.core.dist_checkpointing still makes the state dicts, checks them, and writes its own files metadata.json
-and common.pt. Only the code that saves and reads sharded tensors and objects is replaced, and the code by which the
-distributed optimizer gathers its state for a save. Tested with Megatron-Core 0.16.1 and 0.19.2.
+and common.pt. Only the code that saves, reads and removes sharded tensors and objects is replaced, and the code by
+which the distributed optimizer gathers its state for a save. Tested with Megatron-Core 0.16.1 and 0.19.2.
 """
 
 from tensormount.megatron._strategy import SaveStrategy, install

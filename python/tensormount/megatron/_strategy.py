@@ -103,7 +103,8 @@ class install:
             _plugins.warn_once(f"megatron: what Megatron-Core saves to PATH is a tensormount checkpoint in {where}")
 
     def undo(self) -> None:
-        """Puts Megatron's names back. Saves in the background go on. A second call does nothing."""
+        """Puts Megatron's names back, unless another `install` is active. Saves in the background go on. A second call
+        does nothing."""
         if self in _active:
             _active.remove(self)
         if _active:
@@ -248,7 +249,7 @@ _OURS: dict[str, Any] = {
 
 
 def _ours(directory: _plugins.PathLike) -> Optional[str]:
-    """The checkpoint to load for a directory; None: that of Megatron itself, which was saved later."""
+    """The checkpoint to load for a directory; None: Megatron's own, for URLs and if that was saved later."""
     if _is_url(directory):
         return None
     path = _active[-1]._saves.places.checkpoint(directory)
@@ -353,7 +354,7 @@ def _fill(built: State, sharded_state_dict: Any, only_main: bool, group: Group) 
     """Adds this rank's parts of the tensors and objects. Main replicas come first.
 
     A copy is added only if `only_main` is False and the parts of its tensor form a grid, on all ranks the same:
-    replicas must be equal boxes. Copies of objects may differ (random states of data-parallel ranks)."""
+    replicas must be equal boxes. Copies of objects are left out: they may differ (random states)."""
     shapes: dict[str, tuple[int, ...]] = {}
     tensors: dict[str, list[Any]] = {}
     objects: dict[Any, list[Any]] = {}

@@ -78,7 +78,7 @@ class _CheckpointPath:
 class Writer(_CheckpointPath, StorageWriter):
     """Saves for torch.distributed.checkpoint.save and async_save, as checkpoint "STORE/NAME".
 
-    When DCP's call returns, the checkpoint is complete and durable, or does not exist. async_save works by
+    When DCP's save has ended, the checkpoint is complete and durable, or does not exist. async_save works by
     thread and by process.
 
     path      None: the checkpoint_id that DCP is given.
@@ -87,7 +87,8 @@ class Writer(_CheckpointPath, StorageWriter):
               pickled to. Without a group the ranks are those that DCP saves with (process_group=, no_dist=True);
               with one they must be its ranks.
     per_rank  globs of keys of byte items (values that are not tensors) that each rank saves for itself.
-              Other byte items must be equal on all ranks that have them, or the save is refused.
+              Other byte items must be equal on all ranks that have them, or the save is refused (option
+              `replicas`).
     objects   further bytes by key, such as {"config.json": b"..."}: the same on all ranks that give them. A mount
               shows those of a model's files in hf/.
     options   as for `tensormount.save`: replace, placement, replicas, strategy, page_hashes, ...
@@ -387,7 +388,7 @@ class Reader(_CheckpointPath, StorageReader):
     """Loads for torch.distributed.checkpoint.load from anything that `tensormount.open` opens.
 
     That includes checkpoints of tensormount, DCP, Megatron-Core, Hugging Face and others, whatever their
-    sharding. No pickle is read to list the contents; the planner gets byte items and unpickles them.
+    sharding. No pickle is executed to list the contents; the planner gets byte items and unpickles them.
 
     path      None: the checkpoint_id that DCP is given. "STORE/latest" is resolved once.
     verify    "auto", "leaves", "off". roots: as for `tensormount.open`.

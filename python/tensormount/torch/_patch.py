@@ -103,7 +103,7 @@ class patch_dcp:
             )
 
     def undo(self) -> None:
-        """Puts DCP's names back. A second call does nothing."""
+        """Puts DCP's names back, unless another `patch_dcp` is active. A second call does nothing."""
         for position, settings in enumerate(_active):
             if settings is self._settings:
                 del _active[position]
@@ -133,7 +133,8 @@ class FileSystemWriter(_dcp.Writer):
     """Takes the place and the parameters of DCP's FileSystemWriter.
 
     With overwrite=False a checkpoint that exists is an AlreadyExistsError; otherwise it is replaced in one step.
-    The other parameters say how DCP writes its own files and change nothing. Files are always durable.
+    Extensions and other serialization formats are refused. The other parameters say how DCP writes its own files
+    and change nothing. Files are always durable.
     """
 
     def __init__(

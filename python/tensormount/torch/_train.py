@@ -280,7 +280,7 @@ def rng_state() -> PerRank:
 
 
 def set_rng_state(saved: PerRank) -> None:
-    """Restores the states of `rng_state`. Generators that do not exist here are left out."""
+    """Restores the states of `rng_state`. CUDA devices that do not exist here are left out."""
     import ast
 
     states = saved.value if isinstance(saved, PerRank) else saved
@@ -489,8 +489,8 @@ class _SavedOptimizer(NamedTuple):
 def _saved_optimizer(
     source: PathLike, key_map: Optional[_key_map.Rules], roots: Sequence[str]
 ) -> Optional[_SavedOptimizer]:
-    """The optimizer in the checkpoint. None: `save` did not write the checkpoint, or it cannot be opened; all
-    moments are then requested."""
+    """The optimizer in the checkpoint. None: its state dict has none, or the checkpoint cannot be opened; all moments
+    are then requested."""
     with _load._try_open(source, roots) as checkpoint:
         if checkpoint is None:
             return None
