@@ -84,7 +84,9 @@ class Builder : public nlohmann::json_sax<Json> {
       return Fail("nested deeper than " + std::to_string(limits_.max_depth) + " levels");
     }
     levels_.push_back({std::move(container), {}});
-    return Count();
+    if (!Count()) return false;
+    if (IsStreaming()) values_outside_ = values_;
+    return true;
   }
 
   bool Close() {
@@ -104,7 +106,7 @@ class Builder : public nlohmann::json_sax<Json> {
     Level& level = levels_.back();
     if (IsStreaming()) {
       error = (*member_)(level.key, value);
-      values_ = levels_.size();
+      values_ = values_outside_;
       return error.ok();
     }
     if (level.value.is_array()) {
@@ -122,6 +124,7 @@ class Builder : public nlohmann::json_sax<Json> {
   std::vector<Level> levels_;  // Open containers, outermost first.
   std::unordered_set<std::string> streamed_;
   std::size_t values_ = 0;
+  std::size_t values_outside_ = 0;  // Those of `values_` that are not in a streamed member.
 };
 
 Result<Json> Parse(std::string_view text, std::string_view stream, const JsonMember* member,

@@ -89,6 +89,7 @@ struct SaveHandle::Rep {
   std::atomic<std::int64_t> stalled{0};
   std::atomic<bool> cancel{false};
   AsyncOptions::OnDrop on_drop = AsyncOptions::OnDrop::kWait;
+  std::atomic<std::thread::id> worker{};  // The thread that saves, from its begin on.
 
   void ReportStaged(const Status& status) {
     state = SaveProgress::State::kSaving;
@@ -293,6 +294,7 @@ class Lane {
     const std::shared_ptr<SaveHandle::Rep> job = task->job;
     const std::uint64_t number = task->number;
     const bool in_place = task->in_place;
+    job->worker = std::this_thread::get_id();
     Result<SaveReport> verdict = Save(*task);
     if (!verdict.ok()) verdict = AfterDevices(verdict.status(), task->fences.get());
     if (!verdict.ok() && task->staged.has_value()) {
@@ -495,8 +497,13 @@ SaveHandle& SaveHandle::operator=(SaveHandle&& other) noexcept {
 }
 SaveHandle::~SaveHandle() {
   if (rep_ == nullptr || !rep_->InThisProcess()) return;
-  const bool cancel = rep_->on_drop == AsyncOptions::OnDrop::kCancel;
+  bool cancel = rep_->on_drop == AsyncOptions::OnDrop::kCancel;
+  // In a hook of this save the thread would wait for itself. The lane keeps the state of the save;
+  // the caller's memory may be freed, so a save that still reads it is cancelled.
+  const bool in_own_hook = rep_->worker.load() == std::this_thread::get_id();
+  if (in_own_hook) cancel = cancel || !rep_->staged.WaitFor(std::chrono::milliseconds(0));
   if (cancel) Cancel();
+  if (in_own_hook) return;
   // Until the snapshot is taken, the save reads the caller's memory, which may be freed after this
   // destructor.
   if (cancel) {

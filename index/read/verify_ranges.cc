@@ -100,6 +100,13 @@ class RangeVerifier {
     return inventory_.files[file].placement == Placement::kForeign;
   }
 
+  // Whether the damage of the whole file was in the report before the scan.
+  bool WasReported(std::uint32_t file) const {
+    return std::any_of(report_.damages.begin(), report_.damages.end(), [&](const auto& damage) {
+      return damage.file == inventory_.files[file].name;
+    });
+  }
+
   Result<std::unique_ptr<File>> Open(std::uint32_t file) const {
     const FileRecord& record = inventory_.files[file];
     return IsForeign(file) ? OpenForeignFile(fs_, base_, record, true)
@@ -146,8 +153,8 @@ class RangeVerifier {
         Damage(range, 0, found.failure.message());
         break;
       case ScanFinding::Step::kOpen:
-        // An unusable foreign file was reported once for the whole file.
-        if (!IsForeign(range.file)) ReportReadFailure(range, 0, found.failure);
+        // CheckForeignFiles has reported an unusable foreign file once, as a whole.
+        if (!WasReported(range.file)) ReportReadFailure(range, 0, found.failure);
         break;
       case ScanFinding::Step::kRead:
         ReportReadFailure(range, found.read.bytes, found.failure);

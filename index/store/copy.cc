@@ -256,7 +256,8 @@ class Copier {
                        const std::string& folder, bool sealed);
   Status Publish(const CopyRequest& wanted, const std::string& outer, const std::string& inner,
                  CopiedCheckpoint& out);
-  Status MakeDurable(const std::string& checkpoint, const std::string& from);
+  Status MakeDurable(const std::string& checkpoint, std::uint64_t generation,
+                     const std::string& from);
 
   void Remember(const std::string& name, const CommitRecord& record) {
     for (const CommitRecord::Entry& entry : record.files) {
@@ -515,7 +516,8 @@ Status Copier::Place(const OpenedSource& source, const CommitRecord::Entry& entr
   return count(out.files_copied, out.bytes_copied);
 }
 
-Status Copier::MakeDurable(const std::string& checkpoint, const std::string& from) {
+Status Copier::MakeDurable(const std::string& checkpoint, std::uint64_t generation,
+                           const std::string& from) {
   Status synced = fs_.SyncMovedFolder(checkpoint, store_.path(), from);
   // On a filesystem without locks another copy may have removed the work directory. A sync of its
   // parent then makes the move durable.
@@ -523,9 +525,8 @@ Status Copier::MakeDurable(const std::string& checkpoint, const std::string& fro
     synced = fs_.SyncMovedFolder(checkpoint, store_.path(), StagingFolder());
   }
   // The claim of the generation must be durable, too, because it outlives the checkpoint.
-  if (synced.ok()) {
-    synced = fs_.SyncDirectory(JoinPath(store_.path(), store_paths::kGenerationsFolder));
-  }
+  // Another process may have made it and not synced it.
+  if (synced.ok()) synced = store_moves::SyncClaim(fs_, store_.path(), generation);
   if (synced.ok()) return Status();
   return Status(Code::kUnknown, checkpoint +
                                     ": the copy was published, but a power failure may undo it: " +
@@ -552,7 +553,7 @@ Status Copier::Publish(const CopyRequest& wanted, const std::string& outer,
     }
     out.was_there = here;
   }
-  return MakeDurable(to, outer);
+  return MakeDurable(to, wanted.generation, outer);
 }
 
 Status Copier::CopySteps(const CopyRequest& wanted, const std::string& outer, OpenedSource& source,
@@ -607,7 +608,8 @@ Status Copier::Copy(const CopyRequest& wanted, CopiedCheckpoint& out) {
   // because an earlier copy may have failed to do so.
   const auto already = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(store_.ClaimUpTo(wanted.generation));
-    TENSORMOUNT_RETURN_IF_ERROR(MakeDurable(store_.CheckpointPath(wanted.name), StagingFolder()));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        MakeDurable(store_.CheckpointPath(wanted.name), wanted.generation, StagingFolder()));
     return pace_.Done(wanted.bytes);
   };
   TENSORMOUNT_RETURN_IF_ERROR(CheckName(wanted, out));

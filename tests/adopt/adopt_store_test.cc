@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A foreign checkpoint that was adopted: published, opened, read, verified, rebuilt.
+#include <atomic>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -303,6 +304,28 @@ TEST_F(AdoptTest, UnreadableSourceIsNotReportedAsDamage) {
                        VerifyCheckpoint(HostFileSystem(), Path("a"), {}));
   ASSERT_FALSE(report.damages.empty());
   EXPECT_THAT(report.damages[0].reason, testing::HasSubstr("leads out of"));
+}
+
+// The file can be opened when verify begins, and not when its data are read.
+TEST_F(AdoptTest, SourceThatBecomesUnreadableIsNotReportedAsVerified) {
+  ASSERT_OK(Adopt("a"));
+  const std::string file = made_.FilePath(0);
+  for (const int err : {EMFILE, EACCES, ENOENT}) {
+    std::atomic<int> opens = 0;
+    ObservedFileSystem refusing(HostFileSystem(), [&](const FileEvent& event) {
+      const bool is_it =
+          event.op == FileOp::kOpenRead && event.path.ends_with(file.substr(file.rfind('/')));
+      return is_it && opens++ > 0 ? Status::FromErrno(err, "open", event.path) : Status();
+    });
+    const auto report = VerifyCheckpoint(refusing, Path("a"), {});
+    EXPECT_GT(opens, 1);
+    if (err == ENOENT) {
+      ASSERT_OK(report);
+      EXPECT_FALSE(report.value().damages.empty());
+    } else {
+      EXPECT_THAT(report, HasCode(Status::FromErrno(err, "", "").code()));
+    }
+  }
 }
 
 // The folder that the operator named is one in which somebody else makes links.

@@ -452,6 +452,29 @@ TEST_F(AsyncSaveTest, DroppingTheHandleWaitsOrCancels) {
   }
 }
 
+TEST_F(AsyncSaveTest, HandleMayBeDestroyedInAHookOfItsSave) {
+  const auto comm = MakeSelfCommunicator();
+  RowsState rows(*comm, 1);
+  ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm));
+  std::optional<SaveHandle> handle;
+  std::atomic<bool> given = false;
+  std::atomic<bool> destroyed = false;
+  SaveOptions options;
+  options.events = [&](const Event& event) {
+    if (event.phase != "write" || destroyed) return;
+    for (int i = 0; i < 20'000 && !given; ++i) std::this_thread::sleep_for(milliseconds(1));
+    handle.reset();
+    destroyed = true;
+  };
+  ASSERT_OK_AND_ASSIGN(auto made, saver->Save(rows.State(), Path("a"), options));
+  handle.emplace(std::move(made));
+  given = true;
+  for (int i = 0; i < 20'000 && !destroyed; ++i) std::this_thread::sleep_for(milliseconds(1));
+  ASSERT_TRUE(destroyed) << "the save waits for itself";
+  ASSERT_OK(saver->Save(rows.State(), Path("b")).value().WaitCommitted().status());
+  EXPECT_OK(AllAre(Path("a"), 1));
+}
+
 TEST_F(AsyncSaveTest, StagingMemoryIsBoundedAndReused) {
   ASSERT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
     AsyncOptions options;

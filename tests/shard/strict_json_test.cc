@@ -60,6 +60,10 @@ TEST(StrictJsonTest, DeliversMembersOneByOne) {
     return name == "stop" ? Status(Code::kUnsupported, "enough") : Status();
   };
   const std::string text = R"({"v":1,"t":{"x":[1,2],"y":{"t":{"x":3}},"z":4},"w":{"x":[]}})";
+  // What was before the streamed members still counts.
+  EXPECT_THAT(ParseStrictJson(R"({"a":[1,2,3,4,5],"t":{"x":1},"b":[1,2,3,4,5]})", "t",
+                              [](auto&&...) { return Status(); }, {.max_values = 10}),
+              HasCode(Code::kResourceExhausted));
   // Each member has the limit for itself.
   const auto rest = ParseStrictJson(text, "t", note, {.max_values = 6});
   ASSERT_OK(rest);
