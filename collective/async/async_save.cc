@@ -13,6 +13,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -21,6 +22,7 @@
 #include <thread>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 #include "base/at_exit.h"
 #include "base/deadline.h"
@@ -450,6 +452,7 @@ struct LiveSavers {
   std::atomic<int> busy{0};
   std::mutex mutex;
   std::set<AsyncSaver::Rep*> savers;
+  std::vector<std::shared_ptr<AsyncSaver>> kept;  // Their last handle was destroyed in a hook.
 };
 LiveSavers& Live() { return PerProcess<LiveSavers>(); }
 
@@ -503,7 +506,12 @@ SaveHandle::~SaveHandle() {
   const bool in_own_hook = rep_->worker.load() == std::this_thread::get_id();
   if (in_own_hook) cancel = cancel || !rep_->staged.WaitFor(std::chrono::milliseconds(0));
   if (cancel) Cancel();
-  if (in_own_hook) return;
+  if (in_own_hook) {
+    // The saver cannot join its thread here either, so it stays; later saves use it.
+    std::lock_guard lock(Live().mutex);
+    if (saver_ != nullptr) Live().kept.push_back(std::move(saver_));
+    return;
+  }
   // Until the snapshot is taken, the save reads the caller's memory, which may be freed after this
   // destructor.
   if (cancel) {
@@ -607,7 +615,8 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
   auto rep = std::make_unique<Rep>(comm, AsyncOptions{});
   SaverSlots& places = *rep->places;
   std::unique_lock lock(places.mutex);
-  // If the previous saver is being destroyed, waits until its saves have ended.
+  // If the previous saver is being destroyed, waits until its saves have ended. If another thread
+  // makes the saver, waits for that.
   std::shared_ptr<AsyncSaver> saver;
   const bool free = places.changed.wait_for(lock, Timeouts().arrival, [&] {
     saver = places.shared.lock();
@@ -628,6 +637,8 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
   saver.reset(new AsyncSaver(std::move(rep)));
   lock.lock();
   places.shared = saver;
+  lock.unlock();
+  places.changed.notify_all();  // Other threads may wait for this saver.
   return saver;
 }
 

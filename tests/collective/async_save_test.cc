@@ -7,7 +7,9 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <sys/wait.h>
@@ -298,6 +300,60 @@ TEST_F(AsyncSaveTest, ThreadsSaveConcurrentlyOnOneSaver) {
 
 // Memory is given out in the order of the calls: a save that has it would wait for the turn of one
 // that waits for memory.
+// A communicator that takes its time, as while a saver makes its channels.
+class SlowCommunicator final : public Communicator {
+ public:
+  explicit SlowCommunicator(Communicator& inner) : inner_(inner) {}
+  int rank() const override {
+    std::this_thread::sleep_for(milliseconds(20));
+    return inner_.rank();
+  }
+  int size() const override { return inner_.size(); }
+  std::string kind() const override { return inner_.kind(); }
+  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
+    return inner_.Send(to, tag, view);
+  }
+  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
+    return inner_.Receive(from, tag, view);
+  }
+  Result<bool> Test(Request request) override { return inner_.Test(request); }
+  void Cancel(Request request) override { inner_.Cancel(request); }
+  Status Progress() override { return inner_.Progress(); }
+  std::chrono::nanoseconds SilentFor(int rank) const override { return inner_.SilentFor(rank); }
+
+ private:
+  Communicator& inner_;
+};
+
+// The first thread makes the saver of the communicator; the others wait until it is made.
+TEST_F(AsyncSaveTest, ThreadsThatNeedTheFirstSaverAtTheSameTimeShareIt) {
+  const auto self = MakeSelfCommunicator();
+  SlowCommunicator comm(*self);
+  RowsState rows(*self, 1);
+  std::vector<std::future<Status>> begun;
+  std::mutex mutex;
+  std::vector<SaveHandle> handles;  // Kept, because the end of a saver also wakes its waiters.
+  for (int i = 0; i < 4; ++i) {
+    begun.push_back(std::async(std::launch::async, [&, i]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                   AsyncSave(rows.State(), Path("n" + std::to_string(i)), comm));
+      std::lock_guard lock(mutex);
+      handles.push_back(std::move(handle));
+      return {};
+    }));
+  }
+  bool hangs = false;
+  for (auto& one : begun) {
+    hangs = hangs || one.wait_for(std::chrono::seconds(20)) != std::future_status::ready;
+  }
+  EXPECT_FALSE(hangs);
+  if (hangs) {
+    std::lock_guard lock(mutex);
+    handles.clear();  // So that the test ends.
+  }
+  for (auto& one : begun) EXPECT_OK(one.get());
+}
+
 TEST_F(AsyncSaveTest, ThreadsShareStagingMemoryOfASaver) {
   const auto comm = MakeSelfCommunicator();
   const std::vector<std::byte> bytes(Amount(std::size_t{32}, std::size_t{2}) << 20);
@@ -456,23 +512,28 @@ TEST_F(AsyncSaveTest, HandleMayBeDestroyedInAHookOfItsSave) {
   const auto comm = MakeSelfCommunicator();
   RowsState rows(*comm, 1);
   ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm));
-  std::optional<SaveHandle> handle;
-  std::atomic<bool> given = false;
-  std::atomic<bool> destroyed = false;
-  SaveOptions options;
-  options.events = [&](const Event& event) {
-    if (event.phase != "write" || destroyed) return;
-    for (int i = 0; i < 20'000 && !given; ++i) std::this_thread::sleep_for(milliseconds(1));
-    handle.reset();
-    destroyed = true;
-  };
-  ASSERT_OK_AND_ASSIGN(auto made, saver->Save(rows.State(), Path("a"), options));
-  handle.emplace(std::move(made));
-  given = true;
-  for (int i = 0; i < 20'000 && !destroyed; ++i) std::this_thread::sleep_for(milliseconds(1));
-  ASSERT_TRUE(destroyed) << "the save waits for itself";
-  ASSERT_OK(saver->Save(rows.State(), Path("b")).value().WaitCommitted().status());
-  EXPECT_OK(AllAre(Path("a"), 1));
+  for (const bool own : {true, false}) {  // By a saver of its own, or by that of the communicator.
+    const std::string path = Path(own ? "own" : "shared");
+    std::optional<SaveHandle> handle;
+    std::atomic<bool> given = false;
+    std::atomic<bool> destroyed = false;
+    SaveOptions options;
+    options.events = [&](const Event& event) {
+      if (event.phase != "write" || destroyed) return;
+      for (int i = 0; i < 20'000 && !given; ++i) std::this_thread::sleep_for(milliseconds(1));
+      handle.reset();
+      destroyed = true;
+    };
+    ASSERT_OK_AND_ASSIGN(auto made, own ? saver->Save(rows.State(), path, options)
+                                        : AsyncSave(rows.State(), path, *comm, options));
+    handle.emplace(std::move(made));
+    given = true;
+    for (int i = 0; i < 20'000 && !destroyed; ++i) std::this_thread::sleep_for(milliseconds(1));
+    ASSERT_TRUE(destroyed) << "the save waits for itself";
+    ASSERT_OK(own ? saver->Save(rows.State(), path + "2").value().WaitCommitted().status()
+                  : AsyncSave(rows.State(), path + "2", *comm).value().WaitCommitted().status());
+    EXPECT_OK(AllAre(path, 1));
+  }
 }
 
 TEST_F(AsyncSaveTest, StagingMemoryIsBoundedAndReused) {
