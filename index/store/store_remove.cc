@@ -25,7 +25,6 @@ Status Store::Remove(std::string_view name, const RemoveOptions& options) const 
   // The lock keeps gc away, which could otherwise move the pinned checkpoint back before its pins
   // are removed.
   const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
-  if (lock.status().code() == Code::kBusy) return lock.status();
   const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
   std::string entry;
   TENSORMOUNT_RETURN_IF_ERROR(MoveAway(name, nullptr, &entry));
@@ -51,7 +50,6 @@ Status Store::RemoveUnpinned(const std::string& name) const {
   // A concurrent Pin waits for this lock until the checkpoint is removed or moved back. On a
   // filesystem without locks it waits for a limited time only.
   const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
-  if (lock.status().code() == Code::kBusy) return lock.status();
   Status removed;
   for (int again = 0; again < 3; ++again) {
     TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));

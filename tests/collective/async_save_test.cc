@@ -532,6 +532,10 @@ TEST_F(AsyncSaveTest, HandleMayBeDestroyedInAHookOfItsSave) {
     ASSERT_TRUE(destroyed) << "the save waits for itself";
     ASSERT_OK(own ? saver->Save(rows.State(), path + "2").value().WaitCommitted().status()
                   : AsyncSave(rows.State(), path + "2", *comm).value().WaitCommitted().status());
+    // The save itself goes on.
+    for (int i = 0; i < 20'000 && !Checkpoint::Open(path).ok(); ++i) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
     EXPECT_OK(AllAre(path, 1));
   }
 }
