@@ -371,7 +371,7 @@ TENSORMOUNT_CLMUL std::uint64_t RowsNarrow(const std::byte* src, std::ptrdiff_t 
   std::byte* const sums = all.data();
   const std::size_t padded = PaddedRun(run);
   const std::size_t before = padded - run;
-  const std::size_t part = before % 16;  // Bytes of the first lane that are outside the run.
+  const std::size_t part = before % 16;  // Bytes before the run in the lane in which it begins.
   const __m128i k = Set(by);
   // The control of _mm_shuffle_epi8 that moves a lane's bytes up by `part` and sets the lowest
   // `part` bytes to zero.

@@ -124,7 +124,8 @@ bool AreInMemory(std::uintptr_t begin, std::uintptr_t end) {
   return std::all_of(there, there + pages, [](unsigned char c) { return (c & 1) != 0; });
 }
 
-// Calls fn(begin, end) for blocks of whole pages until it returns false.
+// Calls fn(begin, end) for blocks that begin at a page, until it returns false. The last one ends
+// where the data end.
 template <typename Fn>
 bool ForEachBlock(const std::byte* data, std::size_t size, Fn fn) {
   const auto stop = reinterpret_cast<std::uintptr_t>(data) + size;

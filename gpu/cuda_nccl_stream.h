@@ -18,7 +18,8 @@ namespace tensormount::gpu {
 // are those of CudaContext::Check.
 class CudaNcclStream final : public NcclStream {
  public:
-  // Makes the stream. `priority`: the driver's number. `device`: the result of NcclStream::device.
+  // Makes the stream. `priority`: as for cuStreamCreateWithPriority. `device`: the UUID of the GPU,
+  // which device() returns.
   static Result<std::shared_ptr<CudaNcclStream>> Make(std::shared_ptr<CudaContext> context,
                                                       int priority, std::string device);
   // Does not wait for pending work.

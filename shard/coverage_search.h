@@ -29,8 +29,8 @@ struct CoverageFindings {
 };
 
 // The search is slow, and is used only if the proofs of partition_proof.h failed or did not apply.
-// The choice of cuts affects the speed and the division of a hole into boxes, never the set of
-// missing cells.
+// It cuts the cells in two along an axis, again and again. Where it cuts affects the speed and the
+// division of a hole into boxes, never the set of missing cells.
 
 // Finds the cells in no box (unless only overlaps are requested) and the boxes that overlap. All
 // regions must be boxes. O(n log n) if there are cuts that cross few boxes.

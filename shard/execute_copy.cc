@@ -202,8 +202,9 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
   int outside = std::max(0, nest.axes - 2);  // Axes of the odometer below.
   // A plane of two loops, `outer` around `inner`, within the other axes.
   if (nest.axes > 1) {
-    // `outer` is the axis with the smallest source step, if this step is at most that of `inner`,
-    // which has the smallest destination step. Otherwise the next axis is `outer`.
+    // `inner` is the axis with the smallest destination step. `outer` is the axis with the smallest
+    // source step, if that is not larger than the source step of `inner`; otherwise it is the axis
+    // just outside of `inner`.
     std::size_t best = static_cast<std::size_t>(nest.axes - 2);
     for (std::size_t a = 0; a < best; ++a) {
       if (std::llabs(nest.axis[a].src) < std::llabs(nest.axis[best].src)) best = a;

@@ -46,7 +46,8 @@ Result<Shard> Normalized(const Shard& shard) {
     // the box have extent 1, the next branch would give the same strides.
     const std::int64_t step = data.strides[0];
     data.strides = PackedStrides(extents);
-    // The stride of an axis of extent 1 does not matter; the others were checked with the buffer.
+    // The stride of an axis of extent 1 does not matter, and its product could overflow. The other
+    // products fit: CheckShard has checked the extent of the buffer in bytes.
     for (int a = 0; a < extents.rank(); ++a) {
       data.strides[a] = extents[a] == 1 ? 0 : data.strides[a] * step;
     }

@@ -269,7 +269,7 @@ std::string LayoutCauses::Units(std::int64_t count, int axis) const {
                                               : "index of axis " + std::to_string(axis);
   if (count == 1) return "one " + unit;
   return std::to_string(count) + " " +
-         (unit[0] == 'i' ? "of axis " + std::to_string(axis) : unit + "s");
+         (unit[0] == 'i' ? "indices of axis " + std::to_string(axis) : unit + "s");
 }
 
 // Looks for the cause of a hole in the boxes directly before and after the hole.

@@ -86,7 +86,7 @@ struct Opening {
   Agreement agreed;
   bool whole = false;  // Whether every rank gets the requests of all ranks.
   bool several_machines = false;
-  bool on_devices = false;  // Whether every rank's tensors are on one device.
+  bool on_devices = false;  // Whether each rank has all its tensors on one device.
   int ranks_here = 1;       // The most ranks on any one machine.
   RankClasses speakers;     // Ranks with equal requests; empty unless `whole` and the plan is new.
   std::vector<int> groups;  // Exchange group by rank; empty if `speakers` is.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chooses whether the kernel reads an open file itself (passthrough) or the daemon serves the
-// reads. Passthrough needs a file that is exactly one stored file, whose bytes, with --verify
-// first, were all compared with their hashes, if it has any. Counts why files did not use
-// passthrough, for .tensormount/status.
+// reads. Passthrough needs a file that is exactly one stored file. With --verify first all its
+// bytes must have been compared with their hashes, unless they have none. Counts why files did not
+// use passthrough, for .tensormount/status.
 #include "fs/mount/open_modes.h"
 
 #include <cerrno>

@@ -419,7 +419,8 @@ Status StagingTree::Publish(std::string_view name, std::string_view as) {
     Drop(staged);
     return status;
   }
-  (void)staged->CheckInPlace(true);  // After an error of kind kUnknown the staging may be gone.
+  // After an error of kind kUnknown the staging may be gone; this call then retires it.
+  (void)staged->CheckInPlace(true);
   return LogFailure("publish", label, RenameError(status));
 }
 

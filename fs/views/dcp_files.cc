@@ -350,8 +350,8 @@ class Planner {
         std::ranges::any_of(values, [&](const CommonKey& key) { return containers.contains(key); });
     if (flat_)
       out_.notes.push_back(
-          {"exported as a flat dict: a value has the path of a dict or list that "
-           "holds other values",
+          {"exported as a flat dict, because one path is both a value and a dict or list with "
+           "other values",
            {}});
     return {};
   }

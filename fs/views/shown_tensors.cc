@@ -122,7 +122,7 @@ Status ShownTensors::ForEachEntry(
   // If the scan ended early, the index has fewer records than it claims.
   return expected == end
              ? Status()
-             : Status(Code::kDataLoss, "index: fewer tensors are listed than the index has");
+             : Status(Code::kDataLoss, "the index has fewer tensor records than it says");
 }
 
 Result<std::string> ShownTensors::KeyAt(std::uint32_t number) const {

@@ -80,7 +80,8 @@ void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begi
   }
 }
 
-// Reads one structure, entry by entry.
+// Reads the structure of a state dict that the Python package stored (tensormount.tree), entry by
+// entry.
 class StructureReader {
  public:
   explicit StructureReader(const CommonValue& structure) {

@@ -86,7 +86,8 @@ class CommonDecoder {
         // Only values above the range of int64 are unsigned. A second encoding of an int is
         // refused.
         if (value.kind() != ValueKind::kUnsigned && in_.status().ok()) {
-          return DataLoss(what_, "an unsigned value that fits an int is not stored as one");
+          return DataLoss(what_,
+                          "a value is stored as unsigned, although it fits a signed integer");
         }
         break;
       }

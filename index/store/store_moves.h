@@ -53,9 +53,9 @@ Status PutBack(FileSystem& fs, const std::string& store, const std::string& name
                const std::string& entry);
 // Frees the space of an aborted staging at `entry` in .trash: deletes the files of its data/, or
 // only `names` ("data/x"), durably. Errors are ignored. The directories are left to gc, which syncs
-// the whole filesystem after deletions. (Without that, on a filesystem without a journal, a save
-// could get the inode of a deleted directory, and a repair after a power failure could delete the
-// save's directory.)
+// the whole filesystem after deletions. Without that, on a filesystem without a journal, a save
+// could get the inode of a deleted directory, and after a power failure e2fsck could delete its
+// directory.
 void DeleteData(FileSystem& fs, const std::string& entry);
 void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::string> names);
 // Path of the mark of a trash entry, a file with the time at which the entry was moved to .trash.

@@ -106,7 +106,7 @@ class CheckpointIO(_CheckpointIO):
         """Saves as PATH; called on rank 0 only. Lightning's `storage_options` are options of `tensormount.save`."""
         directory = _local(path)
         if directory is None:
-            _plugins.warn_once(f"{os.fspath(path)}: Lightning's own CheckpointIO saves to URLs")
+            _plugins.warn_once(f"{os.fspath(path)}: a URL, so Lightning's own CheckpointIO saves there, and not tensormount")
             _THEIRS.save_checkpoint(checkpoint, path, storage_options)
             return
         options = {**self._options, **(storage_options or {})}

@@ -243,7 +243,7 @@ TEST(CommonValue, NonCanonicalEncodingsAreRefused) {
   refused(bytes({10}), "unknown kind of value 10");
   refused(bytes({0, 2}), "a bool value is neither 0 nor 1");
   refused(bytes({9}) + std::string(8, '\1'),
-          "an unsigned value that fits an int is not stored as one");
+          "a value is stored as unsigned, although it fits a signed integer");
   refused(bytes({6}) + u32(5) + none, "the number of items exceeds");
   refused(bytes({7}) + u32(0xFFFFFFFF) + none, "the number of items exceeds");
   refused(bytes({8}) + u32(1) + bytes({4}) + u32(1) + "a" + none, "unknown kind of key 4");
@@ -263,7 +263,8 @@ TEST(CommonValue, DepthIsLimitedInEveryEncoding) {
   ASSERT_OK(CheckCommon(deepest));
   EXPECT_THAT(Decoded(Encoded(deepest)), IsOkAndHolds(deepest));
   EXPECT_THAT(CommonFromJson(CommonToJson(deepest)), IsOkAndHolds(deepest));
-  EXPECT_THAT(CheckCommon(deepest, 1), FailsWith(Code::kInvalidArgument, "more than 63 levels deep"));
+  EXPECT_THAT(CheckCommon(deepest, 1),
+              FailsWith(Code::kInvalidArgument, "more than 63 levels deep"));
   const CommonValue deeper = Nested(kMaxCommonDepth + 1);
   EXPECT_THAT(CheckCommon(deeper), FailsWith(Code::kInvalidArgument, "more than 64 levels deep"));
   EXPECT_THAT(Decoded(Encoded(deeper)), FailsWith(Code::kDataLoss, "more than 64 levels deep"));

@@ -159,7 +159,8 @@ class Writer(_CheckpointPath, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._plan = plan
         self._published = False
-        # The coordinator tells each rank which ranks save together, and the name of their group.
+        # Sends this rank's number and the name of its group to the coordinator, whose prepare_global_plan answers with
+        # the ranks that save together and one name.
         known = self._collective and _has_process_group()
         own = (torch.distributed.get_rank(), self._token) if known else None
         return dataclasses.replace(plan, items=[], planner_data={}, storage_data=own)
