@@ -615,7 +615,7 @@ std::vector<std::string> ConvertMountHelperArgs(int argc, const char* const* arg
 void CheckNoEmptyValues(const CLI::App& app) {
   for (const CLI::App* command : app.get_subcommands()) {
     for (const CLI::Option* option : command->get_options()) {
-      // Each command checks its positional arguments itself.
+      // An empty path fails where it is used, and an empty GLOB or KEY counts as not given.
       if (option->get_positional() || option->get_name() == "--reason") continue;
       for (const std::string& value : option->results()) {
         if (value.empty())

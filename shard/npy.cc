@@ -188,9 +188,10 @@ Result<DType> DTypeFromNpyDescr(std::string_view descr) {
 }
 
 Result<std::uint64_t> NpyDataOffset(std::string_view first_bytes) {
-  if (!first_bytes.starts_with(kMagic) || first_bytes.size() < 10) {
+  if (!first_bytes.starts_with(kMagic)) {
     return BadNpyHeader("does not begin with the magic bytes of .npy files");
   }
+  if (first_bytes.size() < 10) return BadNpyHeader("is truncated in its first 10 bytes");
   const auto major = static_cast<unsigned char>(first_bytes[6]);
   const auto minor = static_cast<unsigned char>(first_bytes[7]);
   if (major < 1 || major > 3 || minor != 0) {

@@ -190,7 +190,8 @@ class ExportJob {
     // All ranks have the same plan, so all return here and none waits for an exchange.
     if (!any) return {};
     ByteWriter mine;
-    // If this throws, only the files listed so far count as shared; the other files are written.
+    // If this throws, no file counts as shared: those that are not linked yet are written. A file
+    // that is linked already cannot be written, and the export then fails.
     (void)Guarded([&] {
       for (const ExportWriter::SharedExportFile& file : writer.ShareFiles()) {
         mine.U32(file.file);

@@ -60,7 +60,7 @@ class ExtentTable {
   bool pending() const { return pending_; }
   std::size_t row_bytes() const;
   std::size_t size() const { return rows_.size() / row_bytes(); }
-  // All table rows, as they are written to manifests and hashed. Valid until the next change.
+  // All table rows, as they are written to manifests. Valid until the next change.
   std::string_view packed() const { return rows_; }
   // Packed row i, unchecked (index/records/extent_row.h).
   std::string_view Row(std::size_t i) const {

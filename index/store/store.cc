@@ -336,8 +336,8 @@ CheckpointListing Store::FindListing(const std::string& name, CommitRecord* reco
     listing.problem = std::move(problem);
     return listing;
   };
-  // The bytes are read first and then decoded: only the bytes prove damage, because the error of a
-  // failing disk has the same code as damage.
+  // The bytes are read first and then decoded, because the error of a read has the same code as
+  // damage, and does not prove damage.
   Result<std::string> bytes = store_moves::ReadCommitBytes(*fs_, directory);
   for (int again = 0; again < 3 && !bytes.ok(); ++again) {
     const Code code = bytes.status().code();
