@@ -248,7 +248,6 @@ TEST_F(StoreWatchTest, KeepsALimitedNumberOfCheckpointsOpen) {
   Write("step-1");
   for (int i = 0; i < 40; ++i) Write("more-" + std::to_string(i));
   Start();
-  const auto begin = std::chrono::steady_clock::now();
   std::vector<std::shared_ptr<const CheckpointView>> views;
   const auto now = watch_->CurrentListing();
   for (const auto& slot : now->by_id) {
@@ -256,11 +255,9 @@ TEST_F(StoreWatchTest, KeepsALimitedNumberOfCheckpointsOpen) {
     ASSERT_OK(view);
     views.push_back(view.value());
   }
-  const std::size_t opened = watch_->open_checkpoints();
-  // On a busy machine the first ones are closed before the last one is open.
-  if (std::chrono::steady_clock::now() < begin + StoreWatch::kMaxAge) {
-    EXPECT_EQ(opened, 41u);
-  }
+  ASSERT_GT(views.size(), StoreWatch::kKeptOpen);
+  // A check may have closed some already.
+  EXPECT_GE(watch_->open_checkpoints(), StoreWatch::kKeptOpen);
   std::this_thread::sleep_for(StoreWatch::kMaxAge);
   ExpectSoon([&] {
     (void)watch_->CurrentListing();
