@@ -622,7 +622,11 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
     saver = places.shared.lock();
     return saver != nullptr || !places.taken[kOwnSaver];
   });
-  if (saver != nullptr) return saver;
+  if (saver != nullptr) {
+    std::lock_guard live(Live().mutex);
+    std::erase(Live().kept, saver);  // The caller keeps it now.
+    return saver;
+  }
   if (!free) {
     return Status(Code::kDeadlineExceeded,
                   "cannot start a background save: the previous saver of this communicator did not "

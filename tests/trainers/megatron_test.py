@@ -445,7 +445,8 @@ def train_until_killed():
                 path = made(f"ours/iter_{step:07d}")
                 request = dc.save(state, path, theirs(), async_sharded_save=True, **MCORE_ASYNC)
                 calls.schedule_async_request(request)
-            calls.maybe_finalize_async_calls(no_dist=True)
+            # Not no_dist=True: ranks that see the end of a save at different steps would wait for each other.
+            calls.maybe_finalize_async_calls()
         calls.maybe_finalize_async_calls(blocking=True)
 
 
