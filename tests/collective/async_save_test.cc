@@ -330,13 +330,14 @@ TEST_F(AsyncSaveTest, ThreadsThatNeedTheFirstSaverAtTheSameTimeShareIt) {
   const auto self = MakeSelfCommunicator();
   SlowCommunicator comm(*self);
   RowsState rows(*self, 1);
+  const StateDict state = rows.State();
   std::vector<std::future<Status>> begun;
   std::mutex mutex;
   std::vector<SaveHandle> handles;  // Kept, because the end of a saver also wakes its waiters.
   for (int i = 0; i < 4; ++i) {
     begun.push_back(std::async(std::launch::async, [&, i]() -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
-                                   AsyncSave(rows.State(), Path("n" + std::to_string(i)), comm));
+                                   AsyncSave(state, Path("n" + std::to_string(i)), comm));
       std::lock_guard lock(mutex);
       handles.push_back(std::move(handle));
       return {};
