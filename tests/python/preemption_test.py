@@ -4,6 +4,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import textwrap
 import time
 import unittest
@@ -14,9 +15,16 @@ from process_test import ALONE_OF_TWO, python
 
 # slow: a background save of `seconds`, which its hook makes long.
 BEGIN = """
-import logging, os, signal, sys, time
+import faulthandler, logging, os, signal, sys, time
 import numpy, tensormount as tm
 logging.basicConfig()
+faulthandler.dump_traceback_later(45)
+
+def train(seconds):
+    # Short calls: a signal that reaches another thread does not end a call of the main thread.
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.05)
 
 def slow(path, seconds, **how):
     def wait(report):
@@ -42,7 +50,11 @@ class Preemption(support.Folder):
         process = self.start(code)
         begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            self.fail(f"it did not end: {process.communicate()[1]}")
         self.assertEqual(process.returncode, status, err)
         return out, err, time.monotonic() - begin
 
@@ -55,7 +67,7 @@ class Preemption(support.Folder):
             tm.preemption(seconds=30)
             job = slow("S/step-2", 4)
             print("ready", flush=True)
-            time.sleep(60)
+            train(60)
             """, -signal.SIGTERM)
         self.assertEqual(self.names(), ["step-1", "step-2"])
         self.assertLess(took, 20)
@@ -68,7 +80,7 @@ class Preemption(support.Folder):
             tm.preemption(seconds=3)
             job = slow("S/step-2", 6)
             print("ready", flush=True)
-            time.sleep(60)
+            train(60)
             """, -signal.SIGTERM)
         self.assertEqual(self.names(), ["step-1"])
         self.assertGreater(took, 0.9)
@@ -111,7 +123,7 @@ class Preemption(support.Folder):
             tm.preemption(seconds=3)
             job = slow("S/step-1", 6)
             print("ready", flush=True)
-            time.sleep(60)
+            train(60)
             """, 7)
         self.assertLess(took, 20)
         self.assertFalse(os.path.exists("S/step-1"))
@@ -123,7 +135,7 @@ class Preemption(support.Folder):
             job = slow("S/step-1", 3)
             child = os.fork()
             if child == 0:
-                time.sleep(60)
+                train(60)
                 os._exit(1)
             time.sleep(0.3)  # A signal during the fork itself is lost in Python.
             os.kill(child, signal.SIGTERM)
