@@ -7,6 +7,7 @@ usage: torchrun.py     the fork server of `Ranks`, for `Ranks` alone
 import atexit
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -214,10 +215,20 @@ def start(size, logs, file, calls, cwd, environment):
         os._exit(status)
 
 
+def free_port():
+    """A port that the system gives to nobody by itself: outside of its usual range (32768 to 60999)."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as free:
+            try:
+                free.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
 def run_ranks(size, logs, file, calls):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     children = set()
