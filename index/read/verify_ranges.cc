@@ -154,7 +154,9 @@ class RangeVerifier {
         break;
       case ScanFinding::Step::kOpen:
         // CheckForeignFiles has reported an unusable foreign file once, as a whole.
-        if (!WasReported(range.file)) ReportReadFailure(range, 0, found.failure);
+        if (!IsForeign(range.file) || !WasReported(range.file)) {
+          ReportReadFailure(range, 0, found.failure);
+        }
         break;
       case ScanFinding::Step::kRead:
         ReportReadFailure(range, found.read.bytes, found.failure);

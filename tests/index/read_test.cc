@@ -673,6 +673,12 @@ TEST(ReadDamage, ShortAndMissingFilesAreDataLoss) {
       f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), ReadVerify::kOff, nullptr);
   EXPECT_THAT(missing, HasCode(Code::kDataLoss));
   EXPECT_THAT(missing, HasMessage("the file is missing"));
+  // The file, and what lies in it.
+  ASSERT_OK_AND_ASSIGN(report, VerifyCheckpoint(HostFileSystem(), f.dir.Join("c"), {}));
+  for (const char* object : {"data/11112222-r1.bin", "tensor w [0:64, 2048:4096]"}) {
+    EXPECT_THAT(report.damages,
+                testing::Contains(testing::Field(&VerifyReport::Damage::object, object)));
+  }
 }
 
 TEST(ReadDamage, DamagedManifestVerifiesNothing) {
