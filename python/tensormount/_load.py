@@ -193,9 +193,11 @@ class _LoadRequest:
         self.absent: list[str] = []
         self.missing: list[str] = []
 
-    def values_of(self, stored: Any) -> Any:
+    def stored_values(self, values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
         """The plain values of a checkpoint (`_stored_state`) under the names of the request."""
-        if self.key_map is None or self.flat is None or not self.flat.requests_values():
+        wanted = self.flat is not None and self.flat.requests_values()
+        stored = _stored_state(values, ranks, self.request if wanted else None)
+        if self.key_map is None or not wanted:
             return stored
         return _key_map.renamed_values(self.request, stored, self.key_map)
 
@@ -521,7 +523,7 @@ def _check_missing(
     it on all ranks. `keys`: names that a request can use for the stored tensors."""
     kept: list[Any] = []
     ranks = stored._rank_values(pending.group.rank) or stored._rank_values(0)
-    _tree.refill(pending.request, pending.values_of(_stored_state(values, ranks, pending.request)), kept)
+    _tree.refill(pending.request, pending.stored_values(values, ranks), kept)
     pending.absent = list(dict.fromkeys([*hidden, *map(_tree.dotted, kept)]))
     missing = unmatched(pending.absent, (*policy.exempt, *pending.optional))
     named = set(matched(pending.absent, pending.optional))
@@ -632,7 +634,7 @@ def _loaded(lib: Any, address: int, pending: _LoadRequest) -> Loaded:
         if one.held is not None and one.key not in found.skipped
     }
     kept: list[Any] = []
-    stored = pending.values_of(_stored_state(values, ranks, pending.request))
+    stored = pending.stored_values(values, ranks)
     found.state = _tree.refill(pending.request, stored, kept, put)
     found.kept = [_tree.path_text(path) for path in kept]
     _update_in_place(pending.request, found.state, _shared_containers(pending.request))

@@ -110,19 +110,23 @@ def add_nested(request: Any, values: dict[str, Any], stored: Mapping[str, Any]) 
     said = stored_paths(stored) if isinstance(request, dict) and request else {}
     if not said:
         return values
-    tree: dict[Union[str, int], Any] = {}
+    tree = _Container()
     for name, path in possible_paths({name: said.get(name) for name in (*said, *values)}).items():
         container = tree
         for step in path[:-1]:
-            container = container.setdefault(step, {})
+            container = container.setdefault(step, _Container())
         container[path[-1]] = values.get(name, _tree.ABSENT)
     return {**_like(request, tree), **values}
+
+
+class _Container(dict[Any, Any]):
+    """The items of a dict or list by step. Another type than that of stored values, which may be dicts, too."""
 
 
 def _like(request: Any, tree: Any) -> Any:
     """The containers of a tree of steps: dicts, with the request's keys where these differ from their texts, and
     lists."""
-    if type(tree) is not dict:
+    if type(tree) is not _Container:
         return tree
     if all(type(step) is int for step in tree):
         items = list(request) if isinstance(request, (list, tuple)) else []

@@ -493,6 +493,15 @@ class Absent(support.Folder):
             for error in outcomes:
                 self.assertRegex(str(error), "other options than on rank 0")
 
+    def test_dicts_that_are_values_of_other_programs_stay_dicts(self):
+        stored = {"model": {"w": torch.ones(2)}, "train": {"cfg": {1: 2, 0: 3}, "none": {}, "list": [{}, {0: 5}]}, "step": 3}
+        torch.save(stored, "dicts.pt")
+        for request in ({"cfg": {0: None, 1: None}, "none": {}, "list": []}, {"cfg": {}}):
+            into = {"model": {"w": torch.zeros(2)}, "train": request, "step": 0}
+            tm.load(into, "dicts.pt")
+            self.assertEqual(into["train"], {key: stored["train"][key] for key in request})
+            self.assertEqual(into["step"], 3)
+
     def test_missing_optimizer_slot_is_reported(self):
         net = Net()
         optim = torch.optim.AdamW([{"params": net.a.parameters()}, {"params": net.b.parameters()}])
