@@ -29,6 +29,7 @@
 #include "collective/async/snapshot_state.h"
 #include "collective/save_load.h"
 #include "index/store/store.h"
+#include "tests/collective/forwarding_communicator.h"
 #include "tests/support/device_mode.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
@@ -301,28 +302,13 @@ TEST_F(AsyncSaveTest, ThreadsSaveConcurrentlyOnOneSaver) {
 // Memory is given out in the order of the calls: a save that has it would wait for the turn of one
 // that waits for memory.
 // A communicator that takes its time, as while a saver makes its channels.
-class SlowCommunicator final : public Communicator {
+class SlowCommunicator final : public ForwardingCommunicator {
  public:
-  explicit SlowCommunicator(Communicator& inner) : inner_(inner) {}
+  using ForwardingCommunicator::ForwardingCommunicator;
   int rank() const override {
     std::this_thread::sleep_for(milliseconds(20));
-    return inner_.rank();
+    return ForwardingCommunicator::rank();
   }
-  int size() const override { return inner_.size(); }
-  std::string kind() const override { return inner_.kind(); }
-  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
-    return inner_.Send(to, tag, view);
-  }
-  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
-    return inner_.Receive(from, tag, view);
-  }
-  Result<bool> Test(Request request) override { return inner_.Test(request); }
-  void Cancel(Request request) override { inner_.Cancel(request); }
-  Status Progress() override { return inner_.Progress(); }
-  std::chrono::nanoseconds SilentFor(int rank) const override { return inner_.SilentFor(rank); }
-
- private:
-  Communicator& inner_;
 };
 
 // The first thread makes the saver of the communicator; the others wait until it is made.

@@ -16,6 +16,7 @@
 
 #include "bench/forked_group.h"
 #include "tests/collective/collective_cases.h"
+#include "tests/collective/forwarding_communicator.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -132,26 +133,16 @@ TEST(CollectiveForkTest, AllRanksNameADeadOrStoppedRankInEveryOperation) {
 }
 
 // Dies when it would send its `sends`-th message of bulk.
-class DyingCommunicator final : public Communicator {
+class DyingCommunicator final : public ForwardingCommunicator {
  public:
-  DyingCommunicator(Communicator& parent, int sends) : parent_(parent), left_(sends) {}
-  int rank() const override { return parent_.rank(); }
-  int size() const override { return parent_.size(); }
-  std::string kind() const override { return parent_.kind(); }
+  DyingCommunicator(Communicator& parent, int sends)
+      : ForwardingCommunicator(parent), left_(sends) {}
   Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
     if (tag % 4 == 2 && --left_ == 0) ::raise(SIGKILL);
-    return parent_.Send(to, tag, view);
+    return ForwardingCommunicator::Send(to, tag, view);
   }
-  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
-    return parent_.Receive(from, tag, view);
-  }
-  Result<bool> Test(Request request) override { return parent_.Test(request); }
-  void Cancel(Request request) override { parent_.Cancel(request); }
-  Status Progress() override { return parent_.Progress(); }
-  std::chrono::nanoseconds SilentFor(int rank) const override { return parent_.SilentFor(rank); }
 
  private:
-  Communicator& parent_;
   int left_;
 };
 

@@ -14,11 +14,13 @@ import collections
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
 import types
+
+sys.path[1:1] = [os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python")]
+import torchrun  # noqa: E402
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FILES = ("test_mapping", "test_serialization", "test_torch_dist", "test_strict", "test_nonpersistent",
@@ -147,9 +149,7 @@ def collect(paths, logs):
 
 def run(test, ranks, stock, utils, logs):
     """The worst verdict of the ranks, and why."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = torchrun.free_port()
 
     def child(rank):
         import pytest

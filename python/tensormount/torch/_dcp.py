@@ -305,6 +305,7 @@ class _PlainItems:
     """Byte items of rank 0 whose values are plain: they become common values, too, so that every program can read them.
     The reader of DCP's own checkpoints does the same (index/foreign/dcp_objects.cc), within the same limits."""
 
+    _METHODS = ("resolve_data", "lookup_object", "transform_object")
     MAX_VALUES = 4096
     MAX_BYTES = 64 << 10
     MAX_ALL_BYTES = 16 << 20
@@ -315,8 +316,6 @@ class _PlainItems:
         self._known = rank == 0 and own == [getattr(DefaultSavePlanner, name) for name in self._METHODS]
         self._left = self.MAX_ALL_BYTES
         self.values: dict[str, str] = {}
-
-    _METHODS = ("resolve_data", "lookup_object", "transform_object")
 
     def add(self, key: str, value: Any, content: bytes) -> None:
         if not self._known or len(self.values) == self.MAX_VALUES or key[:1] == "$" or _paths.is_internal(key):
