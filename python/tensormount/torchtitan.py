@@ -18,12 +18,14 @@ import copy
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import torch
 import torch.distributed as dist
 import torchtitan
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -32,8 +34,9 @@ from torchtitan import config as titan_config
 from torchtitan.components import checkpointer as titan
 from torchtitan.tools import filesystem, utils
 
-from tensormount import _plugins, _save, _torch_values
+from tensormount import _boxes, _plugins, _save, _torch_values
 from tensormount._group import Group
+from tensormount._held import Shards
 from tensormount._load import load
 from tensormount._saver import Saver
 from tensormount._state import FailedState
@@ -71,6 +74,8 @@ def _check_seam() -> None:
         (_Base, "_purge_stale_checkpoints"),
         (titan_config, "derive", "source", "target_cls"),
         (titan_config, "override", "target", "exact"),
+        (_Base, "_flattened_model_states_sd", "state_dict"),
+        (titan.ModelWrapper, "_get_state_dict"),
         (titan, "AsyncMode"),
         (titan, "DATALOADER"),
         (titan, "MODEL"),
@@ -126,9 +131,11 @@ class CheckpointManager(_Base):
         # background saves.
         plain = copy.copy(config)
         plain.keep_latest_k, plain.async_mode = 0, "disabled"
-        super().__init__(plain, base_folder=base_folder, **components)
+        with _split_as_boxes(components.get("model_parts") or ()):
+            super().__init__(plain, base_folder=base_folder, **components)
         if not self.enable:
             return
+        self._forget_boxes()
         if filesystem.is_remote(self.folder):
             raise UnsupportedError(f"dump_folder={base_folder}: tensormount saves to file systems only")
         self.keep_latest_k = config.keep_latest_k
@@ -179,6 +186,22 @@ class CheckpointManager(_Base):
             utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
         return waiting
 
+    def _flattened_model_states_sd(self, state_dict: Optional[dict[str, Any]] = None) -> dict[str, Any]:
+        """As torchtitan's, but without a gather: parts of fused projections are `Shards` (`_split_as_boxes`)."""
+        states: dict[str, Any] = dict(self.states if state_dict is None else state_dict)
+        model = states.pop(titan.MODEL, None)
+        if model is not None:
+            with _split_as_boxes(model.model):
+                states.update(model._get_state_dict())
+        return states
+
+    def _forget_boxes(self) -> None:
+        """Removes `Shards` from torchtitan's cached state dict, which shall have tensors only."""
+        if titan.MODEL in self.states:
+            model = self.states[titan.MODEL]
+            kept = {key: one for key, one in model.cached_state_dict.items() if not isinstance(one, Shards)}
+            model.cached_state_dict = kept
+
     def _save_hf(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
         """Writes the model to FOLDER-hf/step-N, a directory as Hugging Face's save_pretrained makes it."""
         directory = os.path.join(f"{self.folder.rstrip('/')}-hf", os.path.basename(checkpoint_id))
@@ -228,6 +251,8 @@ class CheckpointManager(_Base):
         """Loads into a state dict of torchtitan: a checkpoint of tensormount, one that torchtitan's own manager wrote,
         or with `from_hf` a directory of Hugging Face."""
         if from_hf or filesystem.isfile(filesystem.join(checkpoint_id, ".metadata")):
+            if any(isinstance(one, Shards) for one in state_dict.values()):
+                state_dict.update(self.states[titan.MODEL].state_dict())
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         try:
@@ -255,7 +280,12 @@ class CheckpointManager(_Base):
             else:
                 state_dict[name] = request[name]
         if titan.MODEL in self.states:
-            self.states[titan.MODEL].load_state_dict(state_dict)
+            # The memory of Shards is that of the parameters, so it is loaded already.
+            whole = {name: state for name, state in state_dict.items() if not isinstance(state, Shards)}
+            model = self.states[titan.MODEL]
+            with _split_as_boxes(model.model):
+                model.load_state_dict(whole)
+            self._forget_boxes()
 
     # ---- Ranks ---------------------------------------------------------------------------------------------------
 
@@ -299,6 +329,76 @@ class _Waiting(Future):  # type: ignore[type-arg]
 
     def done(self) -> bool:
         return self._done()
+
+
+# ---- Fused projections -----------------------------------------------------------------------------------------
+
+
+def _split_hook() -> Any:
+    """The hook by which torchtitan gathers the fused weight of the query, key and value projections on every rank and
+    splits its rows into three tensors, at each state_dict(). None: no such model, or another torchtitan."""
+    attention = sys.modules.get("torchtitan.models.common.attention")  # Imported by every model that has the hook.
+    return getattr(getattr(attention, "FusedQKVLinear", None), "_split_qkv_on_save", None)
+
+
+@contextlib.contextmanager
+def _split_as_boxes(parts: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within this context, state dicts of these modules have the parts of a fused projection as `Shards` of the fused
+    tensor's memory."""
+    split = _split_hook()
+    hooks = [
+        (module._state_dict_hooks, number)
+        for part in (parts if split is not None else ())
+        for module in part.modules()
+        for number, hook in module._state_dict_hooks.items()
+        if hook is split
+    ]
+    for of_module, number in hooks:
+        of_module[number] = _boxes_instead
+    try:
+        yield
+    finally:
+        for of_module, number in hooks:
+            of_module[number] = split
+
+
+def _boxes_instead(module: Any, state_dict: dict[str, Any], prefix: str, about: Any) -> None:
+    """Takes the place of torchtitan's hook."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        fused = state_dict[key]
+        # torchtitan's own hook says which rows go where: it is given the numbers of the rows.
+        numbers = torch.arange(fused.shape[0]).reshape(-1, *[1] * (fused.dim() - 1))
+        split = {key: numbers}
+        _split_hook()(module, split, prefix, about)
+        if key not in split:
+            del state_dict[key]
+            for name, rows in split.items():
+                state_dict[name] = _shards_of_rows(fused, rows.flatten())
+
+
+def _shards_of_rows(fused: Any, rows: torch.Tensor) -> Shards:
+    """The tensor that consists of the rows `rows` of `fused`, as the parts that this rank holds. No data are copied."""
+    place = torch.full((fused.shape[0],), -2)  # -2: not in `rows`. (Row 0 would continue a run of -1.)
+    place[rows] = torch.arange(len(rows))
+    nowhere = (0,) * fused.dim()
+    local, boxes, labelled = fused, [_boxes.Box(nowhere, tuple(fused.shape), nowhere, True)], False
+    if hasattr(fused, "device_mesh"):
+        local, boxes = fused._local_tensor, _boxes.boxes(fused)
+        replicated = any(placement.is_replicate() for placement in fused.placements)
+        labelled = replicated and fused.device_mesh.size() == dist.get_world_size()
+    found: list[tuple[tuple[int, ...], torch.Tensor, Optional[str]]] = []
+    for box in boxes:
+        held = local
+        for axis, (begin, extent) in enumerate(zip(box.local_begin, box.extent)):
+            held = held.narrow(axis, begin, extent)
+        to = place[box.begin[0] : box.begin[0] + box.extent[0]]
+        # Runs of rows that follow each other in both tensors.
+        ends = [0, *((to.diff() != 1).nonzero().flatten() + 1).tolist(), len(to)]
+        for begin, end in zip(ends, ends[1:]):
+            if begin < end and to[begin] >= 0:
+                label = ("main" if box.main else "copy") if labelled else None
+                found.append(((int(to[begin]), *box.begin[1:]), held[begin:end], label))
+    return Shards((len(rows), *fused.shape[1:]), found or [(nowhere, local.new_empty(nowhere), None)])
 
 
 # ---- State dicts ---------------------------------------------------------------------------------------------

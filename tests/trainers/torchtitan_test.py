@@ -154,6 +154,29 @@ def pipeline():
     whole.close()
 
 
+def fused_projections():
+    """Saves and loads store the parts of a fused weight as torchtitan does, but do not gather it."""
+    from torch.distributed.tensor import DTensor
+
+    trainer = build("fused")
+    manager, model = trainer.checkpointer, trainer.model_parts[0]
+    expected = state_of(trainer)
+    parts = [key for key in expected if re.search(r"qkv_linear\.w[qkv]\.weight$", key)]
+    assert len(parts) == 6, parts
+    with mock.patch.object(DTensor, "redistribute", side_effect=AssertionError("gathered")):
+        manager.save(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        manager.load()
+    check_same(state_of(trainer), expected)
+    with tm.open("fused/checkpoint/step-2") as checkpoint:
+        check_same({key: checkpoint[key].torch() for key in parts}, {key: expected[key] for key in parts})
+    # torchtitan itself still has tensors.
+    assert {type(value) for value in manager.states["model"].state_dict().values()} == {DTensor}
+    trainer.close()
+
+
 def keys_of_ranks():
     """A rank finds its data loader's state under its own key, or an error that says what to do."""
     trainer = build("disabled")
@@ -414,8 +437,8 @@ class Trainers(support.Folder):
         cls.killed = Ranks(HERE, 2, ("killed", signal.SIGKILL))
         cls.killed_status = cls.killed.agent.wait(LIMIT)
         cls.killed.close()
-        names = ("after_the_kill", "resume", "reshard", "pipeline", "keys_of_ranks", "ranks_that_differ",
-                 "stock_checkpoints", "retention", "last_step", "from_seed", "command_line", "one_rank_fails")
+        names = ("after_the_kill", "resume", "reshard", "pipeline", "fused_projections", "keys_of_ranks",
+                 "ranks_that_differ", "stock_checkpoints", "retention", "last_step", "from_seed", "command_line", "one_rank_fails")
         try:
             cls.said = torchrun(HERE, 2, *(("scenario", name) for name in names), ("scenario", "guide", *loops))
         except AssertionError as error:
@@ -425,6 +448,9 @@ class Trainers(support.Folder):
         for name in names:
             if f"passed: {name}\n" not in self.said:
                 self.fail(f"{name}: {self.said}")
+
+    def test_fused_projections_are_not_gathered(self):
+        self.check("fused_projections")
 
     def test_losses_after_a_resume_are_exact(self):
         self.check("resume")
