@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures saves and loads from Python, compared with their lower bounds. Prints JSON lines.
 
-usage: python_jobs.py [--rounds N] [--folder FOLDER] [tensors | hold | dcp]...
+usage: python_jobs.py [--rounds N] [--mib N] [--folder FOLDER] [tensors | hold | dcp]...
 
 tensors  10,000 tensors of 4 KiB on 4 ranks: the time from the call to the first byte written ("ready": the part
          in Python, "cpu": its CPU time; validation, plan and verdict), for the first and for a repeated save
 hold     how long async_save blocks the caller, compared with a copy of the same bytes to memory that was used
          before
-dcp      save, load and rows to columns of 256 MiB by 4 gloo ranks, compared with DCP's file writer and reader,
-         and with reading the same number of bytes ("raw"), interleaved; CPU time is that of rank 0
+dcp      save, load and rows to columns of --mib MiB (default 256) by 4 gloo ranks, compared with DCP's file writer
+         and reader, and with reading the same number of bytes ("raw"), interleaved; how long async_save blocks
+         the caller ("hold"). CPU time and memory are those of rank 0: "extra_mib" is how far its peak exceeds
+         what it had before the call
 
 PYTHONPATH and TENSORMOUNT_LIBRARY as for tests/python.
 """
@@ -108,7 +110,13 @@ def hold(rounds):
          ratio=statistics.median(held) / statistics.median(copied))
 
 
-def dcp_rank(rounds):
+def memory_mib(what):
+    """A field of /proc/self/status, e.g. VmRSS or VmHWM."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(what + ":"))
+
+
+def dcp_rank(rounds, mib):
     import tensormount as tm
     import torch
     import torch.distributed as dist
@@ -121,15 +129,19 @@ def dcp_rank(rounds):
     size = dist.get_world_size()
 
     def made(axis):
-        shape = [4096 // size, 1024] if axis == 0 else [4096, 1024 // size]
+        rows = mib * 16  # 16 tensors of `rows` rows of 4 KiB.
+        shape = [rows // size, 1024] if axis == 0 else [rows, 1024 // size]
         return {f"layer.{i}": DTensor.from_local(torch.rand(shape), mesh, [Shard(axis)],
                                                  run_check=False) for i in range(16)}
 
     rows, columns = made(0), made(1)
     group = tm.Group.from_torch()
-    times, cpu = {}, {}
+    times, cpu, extra = {}, {}, {}
 
     def timed(name, call):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # The peak begins again at the memory that is in use now.
+        before = memory_mib("VmRSS")
         dist.barrier()
         begin, used = time.perf_counter(), time.process_time()
         call()
@@ -137,6 +149,19 @@ def dcp_rank(rounds):
         dist.barrier()
         times.setdefault(name, []).append(time.perf_counter() - begin)
         cpu.setdefault(name, []).append(used)
+        extra.setdefault(name, []).append(memory_mib("VmHWM") - before)
+
+    def held(name, call, wait):
+        """The time of `call`, which begins a save that goes on in the background, and of `call` and `wait`."""
+        pending = []
+        begin = time.perf_counter()
+
+        def whole():
+            pending.append(call())
+            times.setdefault(name + "_hold", []).append(time.perf_counter() - begin)
+            wait(pending.pop())
+
+        timed(name + "_background", whole)
 
     def raw():
         """Reads the same number of bytes as a rank loads, into the same memory, sequentially from one file."""
@@ -153,6 +178,7 @@ def dcp_rank(rounds):
         if number == 1:
             times.clear()
             cpu.clear()
+            extra.clear()
         fresh("dcp")
         fresh("S")
         timed("dcp_save", lambda: dcp.save(rows, checkpoint_id="dcp"))
@@ -167,15 +193,25 @@ def dcp_rank(rounds):
         fresh("S")
         timed("writer", lambda: dcp.save(rows, storage_writer=tm.torch.Writer("S/dcp", group=group)))
         timed("reader", lambda: dcp.load(rows, storage_reader=tm.torch.Reader("S/dcp")))
+        fresh("dcp")
+        fresh("S")
+        held("dcp", lambda: dcp.async_save(rows, checkpoint_id="dcp"), lambda future: future.result())
+        held("async", lambda: tm.async_save(rows, "S/step", group), lambda handle: handle.wait())
     if dist.get_rank() == 0:
         for name, of in (("save", "dcp_save"), ("writer", "dcp_save"), ("load", "dcp_load"),
                          ("reader", "dcp_load"), ("unverified", "dcp_load"), ("raw", "dcp_load"),
-                         ("columns", "dcp_columns"), ("columns_unverified", "dcp_columns")):
-            told(bench="python_dcp", what=name, ms=round(1e3 * statistics.median(times[name]), 1),
+                         ("columns", "dcp_columns"), ("columns_unverified", "dcp_columns"),
+                         ("async_background", "dcp_background")):
+            told(bench="python_dcp", what=name, mib=mib, ms=round(1e3 * statistics.median(times[name]), 1),
                  dcp_ms=round(1e3 * statistics.median(times[of]), 1),
                  ratio=round(statistics.median(a / b for a, b in zip(times[name], times[of])), 3),
                  cpu_ms=round(1e3 * statistics.median(cpu[name]), 1),
-                 dcp_cpu_ms=round(1e3 * statistics.median(cpu[of]), 1))
+                 dcp_cpu_ms=round(1e3 * statistics.median(cpu[of]), 1),
+                 extra_mib=round(statistics.median(extra[name]), 1),
+                 dcp_extra_mib=round(statistics.median(extra[of]), 1))
+        told(bench="python_dcp", what="hold", mib=mib, ms=round(1e3 * statistics.median(times["async_hold"]), 1),
+             dcp_ms=round(1e3 * statistics.median(times["dcp_hold"]), 1),
+             ratio=round(statistics.median(a / b for a, b in zip(times["async_hold"], times["dcp_hold"])), 3))
     group.close()
     dist.destroy_process_group()
 
@@ -184,6 +220,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=256, help="size of the state of dcp")
     parser.add_argument("--folder", help="where the checkpoints lie; default: a new one in TMPDIR")
     parser.add_argument("what", nargs="*", default=["tensors", "hold", "dcp"])
     arguments = parser.parse_args()
@@ -203,7 +240,7 @@ def main():
         if "dcp" in arguments.what:
             subprocess.run(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                 "4", os.path.abspath(__file__), "rank", str(arguments.rounds)],
+                 "4", os.path.abspath(__file__), "rank", str(arguments.rounds), str(arguments.mib)],
                 check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     finally:
         if arguments.folder is None:
@@ -212,6 +249,6 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        dcp_rank(int(sys.argv[2]))
+        dcp_rank(int(sys.argv[2]), int(sys.argv[3]))
     else:
         main()

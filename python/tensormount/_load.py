@@ -618,15 +618,15 @@ def _loaded(lib: Any, address: int, pending: _LoadRequest) -> Loaded:
         for cells in said["uncovered"]
     ]
     found.objects = {(key, index): _object(lib, address, key, index) for key, index in pending.objects}
+    found.state, found.kept = pending.request, []
+    if pending.flat is None:
+        return found  # The request has only shards (the reader for DCP), which reads values by itself.
     values = take_json(lib.tm_load_report_common, address, None) or {}
     ranks = _rank_values(lib, address, pending.group.rank)
     found.metadata = take_json(lib.tm_load_report_metadata, address) or {}
     structures = _tree.structures_of(values)
     found.common = _tree.plain_values(values, structures)
     found.rank_common = {pending.group.rank: _tree.plain_values(ranks, structures, "rank")}
-    found.state, found.kept = pending.request, []
-    if pending.flat is None:
-        return found  # The request has only shards (the reader for DCP).
     _mark_modified(pending.flat)
     put = {
         id(one.leaf): one.kind.put(one.leaf, _put_value(lib, address, one))

@@ -93,6 +93,8 @@ def checked_path(key: str, path: Any) -> Path:
     """`path` in the form of DCP, which has a key of a dict that is a number as a list of one number."""
     if not isinstance(path, (list, tuple)) or not 0 < len(path) <= _tree.MAX_DEPTH:
         return (key,)
+    if set(map(type, path)) == {str}:
+        return tuple(path)
     steps: list[Union[str, int]] = []
     for step in path:
         if isinstance(step, (list, tuple)) and len(step) == 1 and type(step[0]) is int:
