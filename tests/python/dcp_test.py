@@ -20,6 +20,7 @@ try:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, SavePlan
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -627,6 +628,20 @@ class Dcp(support.Folder):
         items.__create_write_items__ = lambda fqn, object: both.__create_write_items__("w.scale", both)
         with self.assertRaisesRegex(tm.UnsupportedError, r"tensor w: .*w\.scale"):
             tm.save({"w": items}, "S/lies")
+
+    def test_parts_of_objects_on_a_grid_have_megatrons_names(self):
+        folder = os.path.join(support.ROOT, "tests/golden/foreign/dcp-old/megatron-0.19")
+        stock, ours = dcp.FileSystemReader(folder), tm.torch.Reader(folder)
+        names = [name for name, item in stock.read_metadata().state_dict_metadata.items()
+                 if isinstance(item, BytesStorageMetadata) and not name.startswith("old/")]
+        self.assertIn("rng/a_b/shard_1.0_2.1", names)
+        found = []
+        for reader in (stock, ours):
+            state = dict.fromkeys(names)
+            dcp.load(state, storage_reader=reader, no_dist=True)
+            found.append({name: value.getvalue() if hasattr(value, "getvalue") else repr(value)
+                          for name, value in state.items()})
+        self.assertEqual(found[0], found[1])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import itertools
 import os
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from tensormount._state import State, cache_of
 from tensormount._store import Store, derive
 from tensormount.errors import Error, LayoutError, UnsupportedError
 from tensormount.megatron import _optimizer
-from tensormount.torch import _dcp, _patch
+from tensormount.torch import _dcp, _dcp_names, _patch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -459,7 +458,6 @@ class _Reader(_dcp.Reader):
 
     def __init__(self, path: _plugins.PathLike) -> None:
         super().__init__(path, convert=True)  # Megatron converts dtypes without an error.
-        self._parts: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._metadata: Any = None
 
     def read_metadata(self) -> Any:
@@ -470,26 +468,6 @@ class _Reader(_dcp.Reader):
 
     def _dcp_names(self) -> Any:
         if self._names is None:
-            named = super()._dcp_names()
-            objects = self._opened().objects
-            values: dict[str, str] = {}
-            for name, key in named.values.items():
-                grid = objects.grid(key) if key in objects else ()
-                if not grid:
-                    values[name] = key
-                for index in itertools.product(*map(range, grid)) if grid else ():
-                    part = f"{key}/shard_{_dotted(index)}_{_dotted(grid)}"
-                    values[part] = key
-                    self._parts[part] = key, index
-            self._names = named._replace(values=values, paths={})
+            named = _dcp_names.with_parts(super()._dcp_names(), self._opened().objects)
+            self._names = named._replace(paths={})
         return self._names
-
-    def _bytes(self, fqn: str) -> bytes:
-        self._dcp_names()
-        if fqn in self._parts:
-            return bytes(self._opened().object(*self._parts[fqn]))
-        return super()._bytes(fqn)
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))

@@ -389,6 +389,8 @@ class Reader(_CheckpointPath, StorageReader):
 
     That includes checkpoints of tensormount, DCP, Megatron-Core, Hugging Face and others, whatever their
     sharding. No pickle is executed to list the contents; the planner gets byte items and unpickles them.
+    Parts of Megatron-Core's objects are byte items KEY/shard_INDEX_GRID, where old releases left out the
+    last number of GRID.
 
     path      None: the checkpoint_id that DCP is given. "STORE/latest" is resolved once.
     verify    "auto", "leaves", "off". roots: as for `tensormount.open`.
@@ -451,7 +453,9 @@ class Reader(_CheckpointPath, StorageReader):
                 names = checkpoint._stored_names(values, frozenset(keys))
             except (LayoutError, UnsupportedError):
                 names = {}
-            self._names = _dcp_names.dcp_names(keys, checkpoint.objects.names(), values, names)
+            found = _dcp_names.dcp_names(keys, checkpoint.objects.names(), values, names)
+            # A checkpoint of DCP itself has objects on a grid only if Megatron-Core saved it.
+            self._names = found if checkpoint.uuid is not None else _dcp_names.with_parts(found, checkpoint.objects)
         return self._names
 
     # Takes no **kwargs: otherwise DCP would call it again on the rank where it failed, with rank= and without
@@ -588,6 +592,8 @@ class Reader(_CheckpointPath, StorageReader):
         """The bytes of a byte item. A plain value of `tensormount.save` is converted by torch.save."""
         checkpoint = self._opened()
         named = self._dcp_names()
+        if fqn in named.parts:
+            return bytes(checkpoint.object(*named.parts[fqn]))
         if fqn in named.made:
             return _torch_saved(named.made[fqn], fqn)
         key = named.values.get(fqn, fqn)

@@ -9,22 +9,46 @@ and from structures of `tensormount.save`. None of these is trusted: an impossib
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
 from tensormount import _paths, _tree, _values
+from tensormount._objects import Objects
 from tensormount._paths import Path
 from tensormount.errors import LayoutError, UnsupportedError
 
 
 class DcpNames(NamedTuple):
     """By DCP's names: `tensors`: stored keys; `values`: stored names of values and objects; `made`: values that are
-    not items of the checkpoint (empty containers, parts of a value); `paths`."""
+    not items of the checkpoint (empty containers, parts of a value); `paths`; `parts`: key and index of the parts of
+    objects on a grid."""
 
     tensors: dict[str, str]
     values: dict[str, str]
     made: dict[str, Any]
     paths: dict[str, Path]
+    parts: dict[str, tuple[str, tuple[int, ...]]]
+
+
+def with_parts(named: DcpNames, objects: Objects) -> DcpNames:
+    """With an item for each part of an object on a grid, as Megatron-Core stores them: KEY/shard_INDEX_GRID."""
+    on_grid = frozenset(objects.names())
+    parts = dict(named.parts)
+    whole: dict[str, str] = {}
+    for name, key in named.values.items():
+        grid = objects.grid(key) if key in on_grid else ()
+        if not grid:
+            whole[name] = key
+        for index in itertools.product(*map(range, grid)) if grid and name not in parts else ():
+            parts[f"{key}/shard_{_dotted(index)}_{_dotted(grid)}"] = key, index
+    paths = {name: path for name, path in named.paths.items() if name in whole or name not in named.values}
+    values = {**whole, **{part: key for part, (key, _) in parts.items()}}
+    return named._replace(values=values, paths={**paths, **{part: (part,) for part in parts}}, parts=parts)
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def dcp_names(
@@ -37,7 +61,7 @@ def dcp_names(
     stored = dict.fromkeys(keys)
     objects = frozenset(objects)
     plain = dict.fromkeys((*sorted(objects), *(name for name in values if not _paths.is_internal(name))))
-    found = DcpNames({}, {}, {}, {})
+    found = DcpNames({}, {}, {}, {}, {})
     encoded: set[str] = set()
     tuples: set[Path] = set()
     for structure in _tree.structures_of(values):
