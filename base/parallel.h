@@ -14,6 +14,8 @@
 
 #include "tensormount/status.h"
 
+#include "base/thread.h"
+
 namespace tensormount {
 
 // Online cores of the machine, at least 1. Cached, because the C++ library opens a file in /sys for
@@ -64,14 +66,14 @@ Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
   std::size_t wanted = threads > 0 ? static_cast<std::size_t>(threads) : HostCores();
   wanted = std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, count));
   // References in `work` stay valid: every thread is joined before this returns.
-  std::vector<std::thread> workers;
+  std::vector<Thread> workers;
   try {
     workers.reserve(wanted);
     for (std::size_t t = 1; t < wanted; ++t) workers.emplace_back(work);
   } catch (const std::exception&) {  // Use the threads that exist.
   }
   work();
-  for (std::thread& worker : workers) worker.join();
+  for (Thread& worker : workers) worker.join();
   return failure;
 }
 

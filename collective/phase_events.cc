@@ -6,6 +6,7 @@
 #include <exception>
 
 #include "base/log.h"
+#include "base/thread.h"
 
 namespace tensormount {
 
@@ -14,6 +15,7 @@ void PhaseEvents::Emit(Event& event) const {
   event.job = job_;
   event.path = path_;
   event.rank = rank_;
+  const CallersSignals signals;
   try {
     hook_(event);
   } catch (const std::exception& e) {

@@ -86,15 +86,16 @@ auto RunJob(Arguments&&... arguments) {
 // Sets `fences` to FencesOf(state) if it is null. Exceptions become failures.
 Status FencesAtCall(const StateDict& state, std::shared_ptr<const DeviceFences>& fences);
 
-// How long a background save waits for earlier saves, their memory, and devices while it copies.
+// How long a background save waits for earlier saves.
 // Other time limits for one rank's own work are a part of this time.
 inline std::chrono::milliseconds PatienceOf(const Timeouts& timeouts) {
   const bool limited = timeouts.total > std::chrono::milliseconds(0);
   return limited ? std::min(timeouts.arrival, timeouts.total) : timeouts.arrival;
 }
 
-// The time limit for waiting for a device between two exchanges. It is shorter than PatienceOf, so
-// that this rank reports the device before other ranks report that this rank did not come.
+// The time limit for waiting for a device, or for staging memory, before or between exchanges. It
+// is shorter than PatienceOf, so that this rank reports the device before other ranks report that
+// this rank did not come.
 inline std::chrono::milliseconds DevicePatienceOf(const Timeouts& timeouts) {
   return PatienceOf(timeouts) * 3 / 4;
 }

@@ -11,11 +11,11 @@
 #include <numeric>
 #include <set>
 #include <system_error>
-#include <thread>
 #include <tuple>
 #include <utility>
 
 #include "base/log.h"
+#include "base/thread.h"
 #include "fs/doorbell.h"
 #include "fs/node.h"
 #include "fs/reach.h"
@@ -344,7 +344,7 @@ void StoreWatch::Core::ScanNames(const Listing& before, std::vector<ScannedName>
   };
   std::size_t unknown = 0;
   for (const ScannedName& found : all) unknown += !found.slot && !before.Find(found.name) ? 1 : 0;
-  std::vector<std::thread> helpers;
+  std::vector<Thread> helpers;
   try {
     const std::size_t wanted_threads = std::min(kReadThreads, unknown / kReadsPerThread);
     while (helpers.size() < wanted_threads) helpers.emplace_back(work, false);
@@ -352,7 +352,7 @@ void StoreWatch::Core::ScanNames(const Listing& before, std::vector<ScannedName>
     // The check works without helper threads, only slower.
   }
   work(true);
-  for (std::thread& helper : helpers) helper.join();
+  for (Thread& helper : helpers) helper.join();
 }
 
 void StoreWatch::Core::ServeWaitingNames(const Listing& before) {
@@ -644,7 +644,7 @@ Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
   core->scan_requested = ShowsManyCheckpoints(kind);
   core->last_asked = Clock::now();
   if (!ShowsManyCheckpoints(kind)) TENSORMOUNT_RETURN_IF_ERROR(core->Scan());
-  std::thread([core] { core->Loop(); }).detach();
+  Thread([core] { core->Loop(); }).detach();
   return std::unique_ptr<StoreWatch>(new StoreWatch(std::move(core)));
 }
 

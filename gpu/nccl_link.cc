@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/thread.h"
 
 namespace tensormount::gpu {
 namespace {
@@ -38,8 +39,8 @@ class NcclEnding {
              NcclComm* comm, How how, bool revoke, std::chrono::milliseconds patience)
       : over_(std::make_shared<std::atomic<bool>>(false)) {
     try {
-      thread_ = std::thread([over = over_, library = std::move(library), stream = std::move(stream),
-                             comm, how, revoke, patience] {
+      thread_ = Thread([over = over_, library = std::move(library), stream = std::move(stream),
+                        comm, how, revoke, patience] {
         bool ended = false;
         const auto end = [&]() -> Status {
           ended = true;
@@ -109,7 +110,7 @@ class NcclEnding {
   }
 
   const std::shared_ptr<std::atomic<bool>> over_;
-  std::thread thread_;  // Not joinable if the thread could not be created.
+  Thread thread_;  // Not joinable if the thread could not be created.
 };
 
 class NcclMover final : public BulkMover {

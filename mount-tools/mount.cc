@@ -19,7 +19,6 @@
 #include <optional>
 #include <poll.h>
 #include <sys/wait.h>
-#include <thread>
 #include <unistd.h>
 
 #include <fmt/core.h>
@@ -27,6 +26,7 @@
 
 #include "base/file_system_for.h"
 #include "base/log.h"
+#include "base/thread.h"
 #include "fs/mount/mount_session.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/daemon_log.h"
@@ -129,7 +129,7 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
   if (!session.ok()) return session.status();
   std::atomic<bool> done{false};
   // After a signal the watcher calls Stop(), which ends the session, so that Wait() below returns.
-  std::thread watcher([&] {
+  Thread watcher([&] {
     // 0.3 s after the start, memory that was used for opening is returned to the kernel. From then
     // on, freed memory is returned sooner than with the settings of tm_main.cc.
     const timespec soon{.tv_sec = 0, .tv_nsec = 300'000'000};

@@ -13,6 +13,7 @@
 
 #include "base/counted.h"
 #include "base/status_json.h"
+#include "base/thread.h"
 #include "mount-tools/shown_text.h"
 
 namespace tensormount::tools {
@@ -137,7 +138,7 @@ Progress::Progress(const Terminal& terminal, std::string label)
     : label_(ShownText(label)), start_(std::chrono::steady_clock::now()) {
   // No thread is started if the progress line would not be visible.
   if (terminal.quiet || terminal.json || isatty(STDERR_FILENO) == 0) return;
-  thread_ = std::thread([this] { Run(); });
+  thread_ = Thread([this] { Run(); });
 }
 
 Progress::~Progress() {

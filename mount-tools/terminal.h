@@ -11,11 +11,12 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "tensormount/log.h"
 #include "tensormount/status.h"
+
+#include "base/thread.h"
 
 namespace tensormount::tools {
 
@@ -110,7 +111,7 @@ class Progress {
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stop_ = false;
-  std::thread thread_;
+  Thread thread_;
 };
 
 // A time as text, such as "1.23 s" or "12 ms".

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/per_process.h"
+#include "base/thread.h"
 #include "collective/async/milestone.h"
 #include "collective/async/snapshot_state.h"
 #include "collective/guarded.h"
@@ -40,7 +41,7 @@ struct LoadHandle::Rep {
   std::atomic<std::uint64_t>* read = &bytes_read;
   std::atomic<bool> cancel{false};
   Milestone<Result<LoadReport>> ended;
-  std::thread thread;
+  Thread thread;
 
   bool IsThisThread() const { return thread.get_id() == std::this_thread::get_id(); }
   ~Rep() {
@@ -173,11 +174,13 @@ Result<LoadHandle> AsyncLoad(const StateDict& request, std::string_view path, Co
   std::lock_guard lock(queue->mutex);
   std::shared_ptr<LoadHandle::Rep> earlier = queue->last.lock();
   try {
-    rep->thread = std::thread([load = rep.get(), &comm, earlier]() mutable {
-      if (earlier != nullptr) (void)earlier->ended.Wait();
-      earlier = nullptr;
-      load->Run(comm);
-    });
+    rep->thread =
+        Thread([load = rep.get(), &comm, earlier, callers = CallersSignals::Current()]() mutable {
+          CallersSignals::RunsCallersCode(callers);
+          if (earlier != nullptr) (void)earlier->ended.Wait();
+          earlier = nullptr;
+          load->Run(comm);
+        });
   } catch (const std::system_error& e) {
     (void)rep->request.Fail(Status(Code::kResourceExhausted,
                                    "load " + rep->path + ": cannot start its thread: " + e.what()));

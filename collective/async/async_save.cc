@@ -27,6 +27,7 @@
 #include "base/at_exit.h"
 #include "base/deadline.h"
 #include "base/per_process.h"
+#include "base/thread.h"
 #include "collective/async/milestone.h"
 #include "collective/async/progress_file.h"
 #include "collective/async/snapshot_pool.h"
@@ -228,7 +229,10 @@ class Lane {
       if (!thread_.joinable()) {
         failure = Guarded([&]() -> Status {
           try {
-            thread_ = std::thread([this] { Run(); });
+            thread_ = Thread([this, callers = CallersSignals::Current()] {
+              CallersSignals::RunsCallersCode(callers);
+              Run();
+            });
           } catch (const std::system_error& e) {
             return {Code::kResourceExhausted,
                     "save " + task.path + ": cannot start its thread: " + e.what()};
@@ -321,7 +325,8 @@ class Lane {
       // could have the memory on one rank and the second save on another rank, and each save would
       // wait for the other until it times out.
       (void)save_order_->AwaitEarlier(task.number, SaveOrder::Step::kStaged);
-      const DeviceLimits rules{task.fences.get(), &job.cancel, PatienceOf(task.options.timeouts)};
+      const DeviceLimits rules{task.fences.get(), &job.cancel,
+                               DevicePatienceOf(task.options.timeouts)};
       task.staged.emplace(
           StageState(task.state, *pool_, *on_devices_, rules, &job.bytes_staged, &job.stalled));
       save_order_->Reach(task.number, SaveOrder::Step::kStaged);
@@ -388,7 +393,7 @@ class Lane {
   std::map<std::uint64_t, Task> queue_;
   std::set<std::uint64_t> expected_;  // Numbers of saves that have not ended, queued or not.
   bool stop_ = false;
-  std::thread thread_;  // Started with the first save.
+  Thread thread_;  // Started with the first save.
 };
 
 }  // namespace
@@ -713,7 +718,7 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
           Code::kDeadlineExceeded,
           "save " + task.path + ": timed out: the tensors of an earlier save are not copied yet"};
     }
-    const DeviceLimits rules{task.fences.get(), &job->cancel, PatienceOf(options.timeouts)};
+    const DeviceLimits rules{task.fences.get(), &job->cancel, DevicePatienceOf(options.timeouts)};
     task.staged.emplace(StageState(state, *rep_->pool, *rep_->on_devices, rules, &job->bytes_staged,
                                    &job->stalled));
     return {};

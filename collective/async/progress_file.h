@@ -8,9 +8,9 @@
 #include <functional>
 #include <mutex>
 #include <string>
-#include <thread>
 
 #include "base/file_system.h"
+#include "base/thread.h"
 #include "index/store/store.h"
 
 namespace tensormount {
@@ -55,7 +55,7 @@ class ProgressFile {
   std::mutex mutex_;
   std::condition_variable stop_changed_;
   bool stop_ = false;
-  std::thread thread_;
+  Thread thread_;
 };
 
 }  // namespace tensormount

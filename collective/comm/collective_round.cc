@@ -34,8 +34,10 @@
 #include "base/deadline.h"
 #include "base/hash.h"
 #include "base/parallel.h"
+#include "base/thread.h"
 #include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
+#include "shard/utf8.h"
 
 namespace tensormount {
 namespace {
@@ -107,9 +109,10 @@ Status ShortenFailure(const Status& status) {
     if (field->size() > kMaxVerdictField) field->clear();
   }
   const bool whole = status.message().size() <= kMaxVerdictMessage;
-  return Status::FromParts(
-             status.code(), status.ToErrno(),
-             whole ? status.message() : status.message().substr(0, kMaxVerdictMessage) + "...")
+  return Status::FromParts(status.code(), status.ToErrno(),
+                           whole
+                               ? status.message()
+                               : std::string(CutUtf8(status.message(), kMaxVerdictMessage)) + "...")
       .With(fields);
 }
 
@@ -171,7 +174,7 @@ constexpr milliseconds kLookAfterMissing{5};
 }  // namespace
 
 Heartbeat::Heartbeat(Communicator& comm, nanoseconds interval) {
-  thread_ = std::thread([this, &comm, interval] {
+  thread_ = Thread([this, &comm, interval] {
     std::unique_lock lock(mutex_);
     while (!stop_) {
       lock.unlock();
@@ -569,7 +572,7 @@ Status CollectiveEngine::MakeVerdict(const Round& round, Gathered& g, std::strin
   const std::string others = failed == 2
                                  ? " (1 other rank failed too)"
                                  : " (" + std::to_string(failed - 1) + " other ranks failed too)";
-  return out.WithMessage(out.message().substr(0, kMaxVerdictMessage) + others);
+  return out.WithMessage(std::string(CutUtf8(out.message(), kMaxVerdictMessage)) + others);
 }
 
 Result<CollectiveEngine::VerdictPayload> CollectiveEngine::SendVerdict(const Round& round,

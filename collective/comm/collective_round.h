@@ -13,12 +13,12 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "tensormount/communicator.h"
 #include "tensormount/status.h"
 
+#include "base/thread.h"
 #include "collective/comm/collective_frame.h"
 
 namespace tensormount {
@@ -38,7 +38,7 @@ class Heartbeat {
   std::mutex mutex_;
   std::condition_variable stop_changed_;
   bool stop_ = false;
-  std::thread thread_;
+  Thread thread_;
 };
 
 // Ranks that were silent for too long in an earlier job of this group, on any channel, and have

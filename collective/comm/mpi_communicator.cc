@@ -34,6 +34,7 @@
 
 #include "base/deadline.h"
 #include "base/log.h"
+#include "base/thread.h"
 #include "collective/comm/host_bytes.h"
 
 namespace tensormount {
@@ -151,7 +152,7 @@ class MpiCommunicator final : public Communicator {
     const Clock::time_point now = Clock::now();
     last_heard_.assign(static_cast<std::size_t>(size_), now);
     if (size_ == 1) return;
-    pulse_ = std::jthread([this](const std::stop_token& stop) {
+    pulse_ = JoiningThread([this](const std::stop_token& stop) {
       std::mutex mutex;
       std::condition_variable_any stopped;
       std::unique_lock sleeping(mutex);
@@ -184,7 +185,7 @@ class MpiCommunicator final : public Communicator {
   }
   // Stops the heartbeat thread. Afterwards no thread of this object calls MPI.
   void StopPulse() {
-    std::jthread pulse;  // Joined after the mutex is unlocked, because the thread may wait for it.
+    JoiningThread pulse;  // Joined after the mutex is unlocked, because the thread may wait for it.
     {
       std::lock_guard lock(mutex_);
       pulse.swap(pulse_);
@@ -555,7 +556,7 @@ class MpiCommunicator final : public Communicator {
   std::map<int, int> beat_to_;
   Clock::time_point last_beat_;
   Clock::duration interval_{};
-  std::jthread pulse_;
+  JoiningThread pulse_;
 };
 
 bool Await(MPI_Request* request, std::chrono::seconds limit) {

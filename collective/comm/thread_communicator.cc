@@ -373,6 +373,8 @@ Status RunOnThreads(int ranks, const std::function<Status(Communicator&)>& body)
   if (ranks < 1) return {Code::kInvalidArgument, "a group needs at least one rank"};
   std::vector<std::unique_ptr<Communicator>> group = MakeThreadGroup(ranks);
   std::vector<Status> results(static_cast<std::size_t>(ranks));
+  // Not Thread of base/thread.h: `body` is the caller's code, which may rely on signals and starts
+  // child processes that would inherit the mask.
   std::vector<std::thread> threads;
   for (std::size_t r = 0; r < results.size(); ++r) {
     threads.emplace_back([&, r] {

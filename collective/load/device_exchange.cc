@@ -11,12 +11,12 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/coding.h"
 #include "base/parallel.h"
+#include "base/thread.h"
 #include "collective/comm/collective_round.h"
 #include "collective/guarded.h"
 #include "collective/load/exchange_windows.h"
@@ -222,7 +222,7 @@ class WindowStream final : public LocalWork {
   Result<bool> TryStep() {
     if (!thread_.joinable() && !stop_) {
       TENSORMOUNT_ASSIGN_OR_RETURN(queue_, MakeFencedQueue(*path_.device(), rules_.devices));
-      thread_ = std::thread([this] {
+      thread_ = Thread([this] {
         const Status status = Guarded([this] { return ReadAll(); });
         std::lock_guard lock(mutex_);
         read_status_ = status;
@@ -337,7 +337,7 @@ class WindowStream final : public LocalWork {
   bool read_done_ = false;
   Status read_status_;
   std::uint64_t bytes_read_ = 0;
-  std::thread thread_;  // Declared last: the thread uses all other members.
+  Thread thread_;  // Declared last: the thread uses all other members.
 };
 
 }  // namespace

@@ -14,10 +14,10 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "base/log.h"
+#include "base/thread.h"
 #include "collective/comm/collective_frame.h"
 #include "collective/comm/collective_round.h"
 #include "collective/guarded.h"
@@ -184,7 +184,7 @@ class UnitStream final : public LocalWork {
   // ---- The caller's thread ----
 
   void StartReading() {
-    thread_ = std::thread([this] {
+    thread_ = Thread([this] {
       const Status status = Guarded([this] { return ReadAll(); });
       std::lock_guard lock(mutex_);
       read_status_ = status;
@@ -419,7 +419,7 @@ class UnitStream final : public LocalWork {
   std::deque<std::shared_ptr<OutgoingUnit>> ready_;
   bool read_done_ = false;
   Status read_status_;
-  std::thread thread_;  // Declared last: the thread uses all other members.
+  Thread thread_;  // Declared last: the thread uses all other members.
 };
 
 // Time limit for connecting devices if the exchange could also go through the host.

@@ -9,9 +9,10 @@
 #include <deque>
 #include <list>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
+
+#include "base/thread.h"
 
 namespace tensormount::fs {
 
@@ -131,7 +132,7 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   // work. Requires the lock.
   bool AddThread() {
     try {
-      std::thread([core = shared_from_this()] { core->PoolLoop(); }).detach();
+      Thread([core = shared_from_this()] { core->PoolLoop(); }).detach();
     } catch (const std::system_error&) {
       return false;
     }

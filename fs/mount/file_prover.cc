@@ -9,9 +9,10 @@
 #include <mutex>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <thread>
 #include <unistd.h>
 #include <unordered_map>
+
+#include "base/thread.h"
 
 namespace tensormount::fs {
 namespace {
@@ -153,7 +154,7 @@ void FileProver::Add(NodeId node, std::shared_ptr<const VirtualFile> file,
   core_->changed.notify_all();
   if (core_->started) return;
   core_->started = true;
-  std::thread([core = core_] { core->RunLoop(); }).detach();
+  Thread([core = core_] { core->RunLoop(); }).detach();
 }
 
 bool FileProver::IsKnownDamaged(NodeId node, const FileStamp& stamp) const {

@@ -13,7 +13,6 @@
 #include <pthread.h>
 #include <set>
 #include <sys/stat.h>
-#include <thread>
 #include <unistd.h>
 
 #include <fmt/core.h>
@@ -23,6 +22,7 @@
 #include "base/log.h"
 #include "base/mapping.h"
 #include "base/parallel.h"
+#include "base/thread.h"
 #include "fs/mount/blocking_work.h"
 #include "fs/mount/fuse_backing.h"
 #include "fs/mount/fuse_bridge.h"
@@ -183,7 +183,7 @@ Status MountCore::Start() {
   }
   // One thread more than may read data, so that one is always free to receive.
   for (int i = 0; i <= readers_; ++i) StartThread([this] { ServeLoop(); });
-  std::thread([self = shared_from_this()] { self->WatchLoop(); }).detach();
+  Thread([self = shared_from_this()] { self->WatchLoop(); }).detach();
 
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::After(kStartPatience);
@@ -209,16 +209,8 @@ Status MountCore::Start() {
 }
 
 void MountCore::StartThread(std::function<void()> body) {
-  // The new thread blocks signals, because the program's own threads handle them.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  // Signals that a thread raises itself are not blocked: if they were, they would end the process
-  // despite a handler. The handler of SIGBUS turns it into EIO (base/mapping.h).
-  for (const int own : {SIGBUS, SIGSEGV, SIGFPE, SIGILL}) sigdelset(&all, own);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   const std::lock_guard lock(mutex_);
-  std::thread thread([self = shared_from_this(), body = std::move(body)] {
+  Thread thread([self = shared_from_this(), body = std::move(body)] {
     {
       const std::lock_guard started(self->mutex_);
       self->serving_.insert(pthread_self());
@@ -236,7 +228,6 @@ void MountCore::StartThread(std::function<void()> body) {
   });
   serving_.insert(thread.native_handle());
   thread.detach();
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void MountCore::ServeLoop() { bridge_->Serve(); }
@@ -348,7 +339,7 @@ void MountCore::Drain() {
   // Runs on a separate thread, which storage may block for good; the mount then ends without it.
   auto done = std::make_shared<std::promise<void>>();
   const std::future<void> ended = done->get_future();
-  std::thread([self = shared_from_this(), done] {
+  Thread([self = shared_from_this(), done] {
     const Status status = self->vfs_->Drain();
     if (!status.ok())
       Log(LogLevel::kError,

@@ -19,6 +19,7 @@
 
 #include "base/glob.h"
 #include "base/parallel.h"
+#include "base/thread.h"
 #include "index/records/key_renames.h"
 
 namespace tensormount {
@@ -298,7 +299,7 @@ class CheckpointComparison {
     };
     {
       // The threads are joined at the end of this block, before `failure` is read.
-      std::vector<std::jthread> others;
+      std::vector<JoiningThread> others;
       for (std::uint64_t i = 1; i < threads; ++i) others.emplace_back(work);
       work();
     }

@@ -16,6 +16,7 @@
 #include "base/errors.h"
 #include "base/log.h"
 #include "base/parallel.h"
+#include "base/thread.h"
 #include "index/read/foreign_file.h"
 #include "index/records/completeness.h"
 #include "index/records/layer_names.h"
@@ -115,7 +116,7 @@ Status ForEachManifest(FileSystem& fs, const Staging& staging,
     const std::size_t ahead =
         std::clamp<std::size_t>(kManifestsAhead / (2 * largest), std::size_t{1}, threads);
     for (; next < names.size() && running.size() < ahead; ++next) {
-      running.push_back(std::async(
+      running.push_back(StartAsync(
           std::launch::async | std::launch::deferred,
           [&fs, &staging, &name = names[next]] { return ReadOneManifest(fs, staging, name); }));
     }
@@ -195,7 +196,7 @@ class RowPass {
   Status DoBatch() {
     // The destructor of the future waits for the other thread on every exit.
     std::future<Status> written =
-        std::async(batch_bytes_ < kBatchBytes ? std::launch::deferred
+        StartAsync(batch_bytes_ < kBatchBytes ? std::launch::deferred
                                               : std::launch::async | std::launch::deferred,
                    [&]() -> Status {
                      for (const TensorRecord* tensor : batch_) {

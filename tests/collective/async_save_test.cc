@@ -19,11 +19,13 @@
 
 #include <gtest/gtest.h>
 
+#include "tensormount/async_load.h"
 #include "tensormount/checkpoint.h"
 #include "tensormount/load.h"
 
 #include "base/at_exit.h"
 #include "base/file_system.h"
+#include "base/thread.h"
 #include "collective/async/progress_file.h"
 #include "collective/async/snapshot_pool.h"
 #include "collective/async/snapshot_state.h"
@@ -35,6 +37,7 @@
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"
+#include "tests/support/thread_masks.h"
 
 namespace tensormount {
 namespace {
@@ -682,6 +685,44 @@ TEST(StagedStateTest, ThreadsShareTheCopyOfLargeTensors) {
 
 // Each place of a communicator is taken many times; what a cancelled save left on the way there
 // does not reach the next one.
+// Otherwise a signal to the process, such as SIGTERM before a preemption, might not interrupt the
+// program's own thread.
+TEST_F(AsyncSaveTest, ThreadsOfTheLibraryBlockSignals) {
+  if (DeviceMode()) GTEST_SKIP() << "devices of tests start threads of their own";
+  const auto before = ThreadMasks();
+  const std::unique_ptr<Communicator> comm = MakeSelfCommunicator();
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(*comm));
+  int started = 0;
+  // The hook itself has the caller's signals: a program that it starts inherits them.
+  const auto look = [&](const Event&) {
+    const sigset_t mask = CallersSignals::Current();
+    EXPECT_EQ(sigismember(&mask, SIGTERM), 0);
+    const SignalsBlocked blocked;
+    EXPECT_EQ(ThreadsThatTakeSignals(before, &started), "");
+  };
+  SaveOptions options;
+  options.events = look;
+  RowsState rows(*comm, 1);
+  ASSERT_OK_AND_ASSIGN(SaveHandle saved, saver->Save(rows.State(), Path("step"), options));
+  ASSERT_OK(saved.WaitCommitted());
+  EXPECT_GT(started, 0);
+  started = 0;
+  StateDict request;
+  ASSERT_OK(request.AddTensor("w", rows.shard));
+  LoadOptions load;
+  load.events = look;
+  ASSERT_OK_AND_ASSIGN(LoadHandle loaded, AsyncLoad(request, Path("step"), *comm, load));
+  ASSERT_OK(loaded.Wait());
+  EXPECT_GT(started, 0);
+  // The caller's own threads keep their signals.
+  EXPECT_OK(RunOnThreads(2, [](Communicator&) -> Status {
+    sigset_t mask;
+    pthread_sigmask(SIG_BLOCK, nullptr, &mask);
+    EXPECT_EQ(sigismember(&mask, SIGTERM), 0);
+    return {};
+  }));
+}
+
 TEST_F(AsyncSaveTest, SaversCanBeRecreatedOnOneCommunicator) {
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
     RowsState rows(comm, 2);

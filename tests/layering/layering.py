@@ -89,6 +89,9 @@ THIRD_PARTY = [
 DOORS = [
     (r"\bLeafHasher\b", ["shard/*", "tests/*"], "a stored range is hashed with ChunkAccumulator"),
 ]
+# Threads of the product block signals (base/thread.h). The exception runs the caller's code.
+STARTS_THREADS = re.compile(r"\bstd::(j?thread\b(?!::)|async\b)|\bpthread_create\b|\bthrd_create\b")
+START_BARE_THREADS = ["base/thread.h", "collective/comm/thread_communicator.cc"]
 # The only product code that names HostFileSystem. All other code is given a file system, or calls FileSystemFor.
 NAME_THE_HOST = ["base/file_system.h", "base/file_system_for.cc", "base/host_file_system.cc"]
 NAMES_THE_HOST = re.compile(r"\bHostFileSystem\b")
@@ -207,6 +210,8 @@ def check_file(root, path):
                 yield number, instead
         if product and NAMES_THE_HOST.search(line.split("//")[0]) and not matches(path, NAME_THE_HOST):
             yield number, "names HostFileSystem: take a FileSystem as an argument, or FileSystemFor"
+        if product and STARTS_THREADS.search(line.split("//")[0]) and not matches(path, START_BARE_THREADS):
+            yield number, "starts a thread that does not block signals: use Thread or StartAsync of base/thread.h"
         if code and UNFINISHED.search(line):
             yield number, "unfinished: " + line.strip()
         found = INCLUDE.match(line) if code else None

@@ -19,6 +19,7 @@
 #include "tests/mount/mount_fixture.h"
 #include "tests/support/observed_file_system.h"
 #include "tests/support/plain_reads_file_system.h"
+#include "tests/support/thread_masks.h"
 
 namespace tensormount::fs {
 namespace {
@@ -241,19 +242,35 @@ TEST_F(MountTest, ServingThreadsDoNotBlockFaultSignals) {
   Write("step-1", DefaultTinySpec());
   Mount(store());
   CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
-  std::uint64_t faults = 0;
-  for (const int signal : {SIGBUS, SIGSEGV, SIGFPE, SIGILL}) faults |= 1ull << (signal - 1);
-  ASSERT_OK_AND_ASSIGN(const auto threads, HostFileSystem().List("/proc/self/task"));
   int serving = 0;
-  for (const DirectoryEntry& thread : threads) {
-    const std::string text = ReadWholeFile("/proc/self/task/" + thread.name + "/status");
-    const std::size_t at = text.find("SigBlk:");
-    ASSERT_NE(at, std::string::npos);
-    const std::uint64_t blocked = std::stoull(text.substr(at + 7), nullptr, 16);
-    if ((blocked & (1ull << (SIGTERM - 1))) != 0) ++serving;
-    EXPECT_EQ(blocked & faults, 0u) << text;
+  for (const auto& [thread, mask] : ThreadMasks()) {
+    if (Blocks(mask, SIGTERM)) ++serving;
+    for (const int signal : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) {
+      EXPECT_FALSE(Blocks(mask, signal)) << thread << " " << signal;
+    }
   }
   EXPECT_GT(serving, 0);
+}
+
+// A program that mounts in its own process gets its signals on its own threads.
+TEST_F(MountTest, ThreadsOfAMountBlockSignals) {
+  Write("step-1", DefaultTinySpec());
+  const auto before = ThreadMasks();
+  Mount(store());
+  CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
+  int started = 0;
+  EXPECT_EQ(ThreadsThatTakeSignals(before, &started), "");
+  EXPECT_GT(started, 2);
+  for (int round = 0; round < 100; ++round) {
+    static std::atomic<pid_t> taken_by;
+    taken_by = 0;
+    std::signal(SIGALRM, [](int) { taken_by = gettid(); });
+    kill(getpid(), SIGALRM);
+    kill(getpid(), SIGALRM);
+    while (taken_by == 0) std::this_thread::yield();
+    EXPECT_TRUE(before.contains(std::to_string(taken_by) + " mount_session_t")) << taken_by;
+  }
+  std::signal(SIGALRM, SIG_DFL);
 }
 
 TEST_F(MountTest, ExternalUnmountEndsTheSession) {

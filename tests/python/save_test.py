@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import signal
 import subprocess
 import threading
 import time
@@ -442,6 +443,22 @@ class Jobs(support.Folder):
         np.testing.assert_array_equal(into, 3.0)
         with self.assertRaises(tm.UnsupportedError):
             pickle.dumps(job)
+
+    def test_threads_of_saves_leave_signals_to_the_program(self):
+        def blocked():  # By thread: whether SIGTERM cannot reach it.
+            masks = {}
+            for thread in os.listdir("/proc/self/task"):
+                with open(f"/proc/self/task/{thread}/status") as file:
+                    (mask,) = (int(line.split()[1], 16) for line in file if line.startswith("SigBlk:"))
+                masks[thread] = bool(mask >> (signal.SIGTERM - 1) & 1)
+            return masks
+
+        before, seen = blocked(), {}
+        job = tm.async_save({"w": np.ones(1000)}, "S/signals", before_publish=lambda report: seen.update(blocked()))
+        job.wait(LIMIT)
+        started = {thread: mask for thread, mask in seen.items() if thread not in before}
+        self.assertTrue(started)
+        self.assertTrue(all(started.values()), started)
 
     def test_jobs_can_be_awaited(self):
         async def both():
