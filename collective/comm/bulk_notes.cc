@@ -9,6 +9,7 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "collective/comm/status_wire.h"
+#include "shard/utf8.h"
 
 namespace tensormount {
 namespace {
@@ -25,25 +26,23 @@ BufferView ViewOfNote(char* bytes, std::size_t size) {
 
 constexpr std::size_t kMaxNoteDevice = 64;
 
-// Cuts a text to at most `most` bytes, at a UTF-8 character boundary.
-std::string CutToBytes(const std::string& text, std::size_t most) {
-  if (text.size() <= most) return text;
-  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;
-  return text.substr(0, most);
-}
+// Limit of messages of one rank that one Poll drops because they are not notes of this group: each
+// rank's earlier transports leave only a few, and without a limit a rank that sends more and more
+// of them would keep its receiver in Poll past all deadlines.
+constexpr int kMaxDropped = 64;
 
 // The name of a device in a note: "cuda:0 (NVIDIA ...)", without the model if it is too long.
 std::string DeviceInNote(const std::string& device) {
   return device.size() <= kMaxNoteDevice
              ? device
-             : CutToBytes(device.substr(0, device.find(' ')), kMaxNoteDevice);
+             : std::string(CutUtf8(device.substr(0, device.find(' ')), kMaxNoteDevice));
 }
 
 // The part of a status that fits into a note: code, errno, rank, device and a cut message.
 Status CutToNote(const Status& status) {
   if (status.ok()) return status;
   return Status::FromParts(status.code(), status.ToErrno(),
-                           CutToBytes(status.message(), kMaxNoteMessage))
+                           std::string(CutUtf8(status.message(), kMaxNoteMessage)))
       .With({.rank = status.fields().rank, .device = DeviceInNote(status.fields().device)});
 }
 
@@ -80,7 +79,7 @@ void BulkNotes::SendToAllExcept(int rank, BulkNote note) {
 
 Result<std::optional<BulkNote>> BulkNotes::Poll() {
   for (Seat& seat : seats_) {
-    while (!seat.gone) {
+    for (int dropped = 0; !seat.gone && dropped < kMaxDropped; ++dropped) {
       if (!seat.request) {
         const auto asked =
             comm_.Receive(seat.rank, tag_, ViewOfNote(seat.bytes.data(), seat.bytes.size()));

@@ -23,6 +23,8 @@ constexpr std::chrono::nanoseconds kShortPause = std::chrono::microseconds(20);
 // Longest pause between polls. Some movers make progress without messages, which Changes() does not
 // count, so a wait for a change alone could miss it.
 constexpr std::chrono::nanoseconds kLongPause = std::chrono::milliseconds(1);
+// Notes for each rank that are read at a time: no exchange has more.
+constexpr std::size_t kNotesPerRank = 16;
 
 std::string UnitText(std::uint64_t unit, std::uint64_t bytes) {
   return "unit " + std::to_string(unit) + " (" + std::to_string(bytes) + " bytes)";
@@ -376,7 +378,10 @@ Status BulkTransport::LateStatus() const {
 }
 
 Status BulkTransport::ReadNotes() {
-  while (true) {
+  // Bounded, because a rank that sends more and more notes would keep this one here past its
+  // deadline. The next Poll reads the rest.
+  const std::size_t most = kNotesPerRank * seats_.size();
+  for (std::size_t read = 0; read < most; ++read) {
     Result<std::optional<BulkNote>> heard = notes_.Poll();
     if (!heard.ok()) {
       const int gone = heard.status().fields().rank;

@@ -12,6 +12,7 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "collective/comm/status_wire.h"
+#include "shard/utf8.h"
 
 namespace tensormount {
 namespace {
@@ -27,6 +28,12 @@ static_assert(kFixedBytes + kPhaseBytes + kInlinePayload == kChecksumAt);
 // Maximum number of dropped messages. Failed jobs leave only a few on a tag, so more means a flood,
 // or a connection that fails at each call.
 constexpr std::uint32_t kMostDropped = 1 << 16;
+
+// The phase as a frame has it: "..." marks a name that was cut.
+std::string PhaseInFrame(const std::string& phase) {
+  if (phase.size() <= kPhaseBytes) return phase;
+  return std::string(CutUtf8(phase, kPhaseBytes - 3)) + "...";
+}
 
 BufferView BytesView(const void* data, std::size_t size) {
   return BufferView::Host(DType::kU8, data, Dims{static_cast<std::int64_t>(size)});
@@ -78,10 +85,10 @@ FrameBytes EncodeFrame(const Frame& frame, const Payload& payload) {
   w.U64(payload.bytes.size());
   w.U64(payload.hash);
   w.U8(frame.fatal ? 1 : 0);
-  const std::size_t phase = std::min(frame.phase.size(), kPhaseBytes);
-  w.U8(static_cast<std::uint8_t>(phase));
+  const std::string phase = PhaseInFrame(frame.phase);
+  w.U8(static_cast<std::uint8_t>(phase.size()));
   w.Raw("\0\0", 2);
-  w.Raw(frame.phase.data(), phase);
+  w.Raw(phase.data(), phase.size());
   w.bytes().resize(kFixedBytes + kPhaseBytes);
   if (payload.bytes.size() <= kInlinePayload) w.Raw(payload.bytes.data(), payload.bytes.size());
   w.bytes().resize(kChecksumAt);

@@ -432,6 +432,7 @@ void StreamPeer::GiveCredit(std::size_t size) {
 }
 
 void StreamPeer::CloseWrite(const Status& gone) {
+  ++changes_;  // Other threads may wait for the sends that finish here.
   write_closed_ = true;
   write_why_ = gone;
   for (const Out& out : out_) {

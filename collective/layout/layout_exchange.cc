@@ -20,6 +20,7 @@
 #include "collective/layout/report.h"
 #include "collective/layout/wire.h"
 #include "index/records/common_tree.h"
+#include "shard/utf8.h"
 
 namespace tensormount {
 namespace {
@@ -132,8 +133,8 @@ class Exchange {
   std::string EncodeOptions() const {
     ByteWriter out;
     for (const auto& [what, value] : Options()) {
-      out.String(std::string_view(what).substr(0, kMaxOption));
-      out.String(std::string_view(value).substr(0, kMaxOption));
+      out.String(CutUtf8(what, kMaxOption));
+      out.String(CutUtf8(value, kMaxOption));
     }
     return std::move(out.bytes());
   }
@@ -226,7 +227,7 @@ class Exchange {
     EncodeReport(out, report);
     out.U32(static_cast<std::uint32_t>(united.warnings.size()));
     for (const std::string& warning : united.warnings) {
-      out.String(std::string_view(warning).substr(0, kMaxOption));
+      out.String(CutUtf8(warning, kMaxOption));
     }
     const std::map<std::string, std::string> layers = LayersOf(united.all.values);
     out.U32(static_cast<std::uint32_t>(layers.size()));

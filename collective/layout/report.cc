@@ -12,6 +12,7 @@
 #include "base/counted.h"
 #include "collective/layout/layout.h"
 #include "shard/coding.h"
+#include "shard/utf8.h"
 
 namespace tensormount {
 namespace {
@@ -203,12 +204,12 @@ void EncodeReport(ByteWriter& out, const LayoutReport& report) {
       EncodeDims(out, finding.box->extent());
     }
     out.U64(finding.elements);
-    out.String(std::string_view(finding.message).substr(0, kMaxReportMessage));
-    out.String(std::string_view(finding.cause).substr(0, kMaxReportMessage));
+    out.String(CutUtf8(finding.message, kMaxReportMessage));
+    out.String(CutUtf8(finding.cause, kMaxReportMessage));
   }
   out.U32(static_cast<std::uint32_t>(report.warnings.size()));
   for (const std::string& warning : report.warnings) {
-    out.String(std::string_view(warning).substr(0, kMaxReportMessage));
+    out.String(CutUtf8(warning, kMaxReportMessage));
   }
 }
 

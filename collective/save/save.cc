@@ -14,6 +14,7 @@
 #include "base/coding.h"
 #include "base/file_system_for.h"
 #include "base/log.h"
+#include "base/thread.h"
 #include "collective/comm/collective.h"
 #include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
@@ -163,6 +164,7 @@ class SaveSession {
     }
     if (!result.ok()) return result;
     const SaveReport& report = result.value();
+    const CallersSignals signals;
     if (options_.on_commit) {
       LogThrown("save " + path_ + ": the on_commit function", [&] { options_.on_commit(report); });
     }
@@ -226,6 +228,7 @@ class SaveSession {
       report_.uuid = staging_.uuid.ToString();
       report_.bytes_written_here = mine_.bytes;
       mine_.vote.status = Phase("before_publish", nullptr, [&](std::uint64_t*) {
+        const CallersSignals signals;
         return Guarded([&] { return options_.before_publish(report_); });
       });
     }
@@ -356,7 +359,7 @@ class SaveSession {
             TENSORMOUNT_RETURN_IF_ERROR(VerdictOf(votes));
             const auto begin = [&]() -> Status {
               TENSORMOUNT_ASSIGN_OR_RETURN(const Store store,
-                                           Store::OpenOrCreate(*fs_, store_path_));
+                                           Store::OpenOrCreate(*fs_, store_path_, name_));
               std::string base;
               const BaseChoice choice = ChooseBase(base);
               TENSORMOUNT_ASSIGN_OR_RETURN(staging_,
@@ -476,17 +479,17 @@ class SaveSession {
       const Status compared = Guarded([&] { return CompareOwned(from, told_here.value()); });
       if (mine_.vote.status.ok()) mine_.vote.status = compared;
     }
-    *status = mine_.vote.status.ok() && options_.replicas != ReplicaCheck::kWarn
-                  ? mine_.replicas.ToStatus()
-                  : mine_.vote.status;
+    *status =
+        mine_.vote.status.ok() && !OnlyWarns() ? mine_.replicas.ToStatus() : mine_.vote.status;
     return std::nullopt;
   }
 
-  // With kWarn the main replica is stored, because the choice must not depend on which rank has
-  // least to write.
-  SaveStrategy Strategy() const {
-    return options_.replicas == ReplicaCheck::kWarn ? SaveStrategy::kMain : options_.strategy;
-  }
+  // Whether replicas that differ are reported in a warning instead of failing the save.
+  bool OnlyWarns() const { return options_.replicas == ReplicaCheck::kWarn; }
+
+  // If replicas may differ, the main replica is stored: the choice must not depend on which rank
+  // has least to write.
+  SaveStrategy Strategy() const { return OnlyWarns() ? SaveStrategy::kMain : options_.strategy; }
 
   // Must give the same answer on every rank: a rank that skipped the exchange of Compare would be
   // in another phase than the rest.
@@ -537,7 +540,7 @@ class SaveSession {
     report_.replica_bytes_compared = verdict.replica_bytes_compared;
     report_.warnings.insert(report_.warnings.end(), verdict.warnings.begin(),
                             verdict.warnings.end());
-    if (rank_ == 0 && options_.replicas == ReplicaCheck::kWarn) {
+    if (rank_ == 0 && OnlyWarns()) {
       for (const std::string& warning : report_.warnings) {
         Log(LogLevel::kWarning, "save " + path_ + ": " + warning);
       }
@@ -579,9 +582,8 @@ class SaveSession {
     Inherit(of_ranks, coordinator);
     verdict.replica_bytes_compared = replicas.compared_bytes;
     TENSORMOUNT_RETURN_IF_ERROR(VerdictOf(votes));
-    if (options_.replicas != ReplicaCheck::kWarn) {
-      TENSORMOUNT_RETURN_IF_ERROR(replicas.ToStatus());
-    } else if (const Status differ = replicas.ToStatus(); !differ.ok()) {
+    if (const Status differ = replicas.ToStatus(); !differ.ok()) {
+      if (!OnlyWarns()) return differ;
       verdict.warnings.push_back(differ.message() +
                                  "; the main replica is stored, or the lowest "
                                  "rank's if none is labelled");

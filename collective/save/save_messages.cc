@@ -8,6 +8,7 @@
 #include "base/coding.h"
 #include "collective/comm/status_wire.h"
 #include "index/records/record_coding.h"
+#include "shard/utf8.h"
 
 namespace tensormount {
 namespace {
@@ -173,8 +174,7 @@ std::string EncodeVerdict(const SaveVerdict& verdict) {
   out.U64(verdict.replica_bytes_compared);
   WriteCounts(out, verdict.linked);
   out.U32(static_cast<std::uint32_t>(verdict.warnings.size()));
-  for (const std::string& warning : verdict.warnings)
-    out.String(std::string_view(warning).substr(0, kMaxSaveText));
+  for (const std::string& warning : verdict.warnings) out.String(CutUtf8(warning, kMaxSaveText));
   return std::move(out.bytes());
 }
 

@@ -19,6 +19,7 @@
 #include "collective/comm/collective_frame.h"
 #include "collective/comm/collective_round.h"
 #include "collective/guarded.h"
+#include "shard/utf8.h"
 #include "tests/collective/bulk_exchange.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/support/random.h"
@@ -332,12 +333,23 @@ TEST(CollectiveFrameTest, FrameRoundTrips) {
     EXPECT_EQ(g.round, 9u);
     EXPECT_EQ(g.op, 3);
     EXPECT_EQ(g.phase_hash, f.phase_hash);
-    EXPECT_EQ(g.phase, f.phase.substr(0, 40));
+    EXPECT_EQ(g.phase, f.phase.substr(0, 37) + "...");
     EXPECT_EQ(g.status.code(), f.status.code());
     EXPECT_EQ(g.status.ToErrno(), 28);
     EXPECT_EQ(g.payload_size, size);
     EXPECT_EQ(g.payload_hash, Xxh3Low64(text));
     EXPECT_EQ(payload, size <= kInlinePayload ? text : "");
+  }
+}
+
+TEST(CollectiveFrameTest, LongPhasesAreCutBetweenCharacters) {
+  for (std::size_t before = 30; before <= 40; ++before) {
+    Frame f;
+    f.phase = std::string(before, 'p') + "\u00e9\u20ac\U0001F600";
+    std::string payload;
+    ASSERT_OK_AND_ASSIGN(const Frame g, DecodeFrame(EncodeFrame(f, Payload()), &payload));
+    EXPECT_TRUE(IsUtf8(g.phase)) << g.phase;
+    EXPECT_TRUE(g.phase == f.phase || g.phase.ends_with("...")) << g.phase;
   }
 }
 

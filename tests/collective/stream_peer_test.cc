@@ -26,6 +26,7 @@ struct Wire {
   std::string bytes[2];
   std::size_t taken[2] = {0, 0};
   bool shut[2] = {false, false};
+  bool refuses_writes = false;
   int flip_direction = -1;
   std::size_t flip_byte = 0;
   int flip_bit = 0;
@@ -36,7 +37,9 @@ class WireEnd final : public ByteStream {
   WireEnd(Wire& wire, int end) : wire_(wire), out_(end), in_(1 - end) {}
   Result<std::size_t> Write(const void* head, std::size_t head_size, const void* body,
                             std::size_t body_size) override {
-    if (wire_.shut[out_] || wire_.shut[in_]) return Status(Code::kUnavailable, "shut");
+    if (wire_.shut[out_] || wire_.shut[in_] || wire_.refuses_writes) {
+      return Status(Code::kUnavailable, "shut");
+    }
     std::string& out = wire_.bytes[out_];
     const std::size_t before = out.size();
     out.append(static_cast<const char*>(head), head_size);
@@ -160,6 +163,22 @@ TEST(StreamPeerTest, FlippedBitIsDetectedOutsidePayloads) {
     }
   }
   EXPECT_GT(in_headers, 300);
+}
+
+// A thread that waits for its send is woken when another thread's call finds that writing fails.
+TEST(StreamPeerTest, FailedWriteCountsAsAChange) {
+  Wire wire;
+  Pair pair(wire);
+  std::string bytes(8192, 'x');
+  const auto waiting = MessageOf(1, bytes);
+  pair.a.Send(waiting);
+  ASSERT_FALSE(waiting->done);
+  const std::uint64_t seen = pair.changes;
+  wire.refuses_writes = true;
+  pair.a.Send(MessageOf(2, bytes));
+  ASSERT_TRUE(waiting->done);
+  EXPECT_THAT(waiting->status, HasCode(Code::kUnavailable));
+  EXPECT_NE(pair.changes, seen);
 }
 
 TEST(StreamPeerTest, UnreceivedAnnouncementsOfAPeerAreBounded) {
