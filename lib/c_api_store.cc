@@ -13,6 +13,7 @@
 #include "tensormount/store_repair.h"
 
 #include "base/file_system.h"
+#include "base/file_system_for.h"
 #include "index/foreign/adopt.h"
 #include "index/foreign/open_source.h"
 #include "index/foreign/verify_foreign.h"
@@ -302,7 +303,9 @@ tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options*
         const auto opened,
         tensormount::OpenComplete(source, roots, /*partial=*/given.partial != 0));
     TENSORMOUNT_RETURN_IF_ERROR(CheckIsForeign(*opened));
-    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(parts.store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(tensormount::FileSystem* const fs,
+                                 tensormount::FileSystemFor(parts.store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(*fs, parts.store, parts.name));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store::Published published,
                                  AdoptSource(store.fs(), *opened, store, parts.name, how));
     return GiveJson({{"path", store.CheckpointPath(parts.name)},

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
+#include "base/file_system_for.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/interrupt.h"
@@ -57,7 +58,8 @@ Result<Outcome> Adopt(const AdoptArgs& args, const Interrupt& interrupt, Termina
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
                                OpenSource(args.source, terminal, LossPolicyOf(args.partial)));
   TENSORMOUNT_RETURN_IF_ERROR(CheckIsForeign(*opened));
-  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(to.store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(to.store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(*fs, to.store, to.name));
   options.hashes = !args.quick;
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   Outcome out;
@@ -75,7 +77,7 @@ Result<Outcome> Adopt(const AdoptArgs& args, const Interrupt& interrupt, Termina
   out.format = opened->index().info().producer;
   out.root = opened->index().info().root;
   out.path = store.CheckpointPath(to.name);
-  out.data_bytes = opened->index().tensor_bytes();
+  out.data_bytes = out.published.bytes;  // Without the tensors that the key map drops.
   const Result<std::uint64_t> index_bytes = BytesBelow(store.fs(), out.path);
   if (index_bytes.ok()) out.index_bytes = index_bytes.value();
   return out;

@@ -134,8 +134,15 @@ Status CheckRoomFor(const ShownCheckpoint& shown, const ExportOptions& options,
         return {};
       }));
   if (bytes <= room) return {};
-  return Status(Code::kResourceExhausted,
-                fmt::format("the tensors need {} bytes, but only {} are free", bytes, room));
+  // Whether a file can be cloned or linked is known only when it is tried, so these count too.
+  const bool shareable =
+      options.format == ExportFormat::kSafetensors || options.format == ExportFormat::kHf;
+  return Status(
+      Code::kResourceExhausted,
+      fmt::format("the tensors need {} bytes, but only {} are free{}", bytes, room,
+                  shareable ? "; tensors in files that could be cloned or hard-linked are counted "
+                              "too, because this is not known before the export"
+                            : ""));
 }
 
 Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {

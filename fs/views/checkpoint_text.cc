@@ -182,16 +182,16 @@ Result<std::shared_ptr<const GeneratedText>> ExtentsJson(const OpenedCheckpoint&
   const Result<std::shared_ptr<const ExtentTable>> found = opened.Extents(tensor);
   std::string head = TensorLine(tensor);
   head.pop_back();  // Removes the brace, because fields follow.
-  if (!found.ok()) {
-    // An error is shown in the file, because one unreadable tensor must not make the listing of the
-    // directory fail.
-    head += fmt::format(", \"error\": {}}}\n", JsonString(found.status().ToString()));
-    return GeneratedText::Make(std::move(head), 0, {}, "");
-  }
+  // An error is shown in the file, because one unreadable tensor must not make the listing of the
+  // directory fail.
+  const auto failed = [&head](const Status& why) {
+    return GeneratedText::Make(
+        head + fmt::format(", \"error\": {}}}\n", JsonString(why.ToString())), 0, {}, "");
+  };
+  if (!found.ok()) return failed(found.status());
   const std::shared_ptr<const ExtentTable> table = found.value();
-  head += ", \"extents\": [";
   if (table->size() > UINT32_MAX) {
-    return Status(Code::kUnsupported, "tensor " + tensor.meta.key() + ": too many chunks");
+    return failed(Status(Code::kUnsupported, "tensor " + tensor.meta.key() + ": too many chunks"));
   }
   const auto render = [&opened, table](std::uint32_t first, std::uint32_t count, std::string& out) {
     for (std::uint32_t i = first; i < first + count; ++i) {
@@ -216,8 +216,11 @@ Result<std::shared_ptr<const GeneratedText>> ExtentsJson(const OpenedCheckpoint&
     }
     return Status();
   };
-  return GeneratedText::Make(std::move(head), static_cast<std::uint32_t>(table->size()), render,
-                             "\n  ]}\n");
+  // Make renders every row, so it fails if a row is damaged.
+  auto text = GeneratedText::Make(head + ", \"extents\": [",
+                                  static_cast<std::uint32_t>(table->size()), render, "\n  ]}\n");
+  if (text.ok()) return text;
+  return failed(text.status().WithContext("tensor " + tensor.meta.key()));
 }
 
 }  // namespace tensormount::fs

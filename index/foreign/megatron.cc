@@ -117,15 +117,20 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, C
   Value items = value;
   if (value.kind() == Kind::kObject && value.state().kind() == Kind::kDict) items = value.state();
   if (items.kind() != Kind::kDict) return std::nullopt;
-  CommonDict out;
+  // Before anything is counted: such a dict is left out, and counted, as a whole.
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (!IsNamed(items.key(i))) return std::nullopt;
+  }
+  // TorchTree adds tensors in a dict or namespace as tensors, but not those in other objects.
+  const bool tensors_shown =
+      value.kind() == Kind::kDict ||
+      (value.Is(KnownClass::kDictLike) && value.callee().name() != "dict" && value.size() == 0);
+  CommonDict out;
+  for (std::size_t i = 0; i < items.size(); ++i) {
     std::optional<CommonValue> plain;
     if (!IsTooLong(items.key(i))) plain = budget.Convert(items.item(i));
     if (!plain) {
-      // A tensor in a dict is not counted in `lost`, because TorchTree adds it as a tensor. (A
-      // tensor in a namespace is counted, although TorchTree adds it too.)
-      const bool shown = value.kind() == Kind::kDict && TorchArchive::IsTensor(items.item(i));
+      const bool shown = tensors_shown && TorchArchive::IsTensor(items.item(i));
       if (!shown) lost.Add(std::string(name) + "." + ShownKey(items.key(i)));
       continue;
     }

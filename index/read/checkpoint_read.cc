@@ -556,7 +556,8 @@ Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offs
 }
 
 // An object part is one run, so there is no plan. Proven bytes are treated as in ReadPlaced. If a
-// foreign file changed, the result is kStale, even if hashes proved or refuted the bytes.
+// foreign file changed, the result is kStale, even if hashes proved the bytes. A kDataLoss that a
+// hash proves stays kDataLoss, and the message has both reasons.
 Status OpenedCheckpoint::ReadObject(const ObjectRecord& object, std::uint64_t offset, void* out,
                                     std::size_t size, ReadVerify verify) const {
   std::string name = "object " + object.key;
@@ -606,6 +607,9 @@ Status OpenedCheckpoint::ReadObject(const ObjectRecord& object, std::uint64_t of
   if (!file) return read;
   const Status still = CheckFileUnchanged(object.file, file->file());
   if (still.ok()) return read;
+  if (object.has_hash() && read.code() == Code::kDataLoss) {
+    return read.WithMessage(read.message() + "; " + still.message());
+  }
   return still.WithContext("object " + object.key);
 }
 

@@ -64,13 +64,16 @@ Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
   if (Status locked = LockAsReader(fs, *commit.file); !locked.ok()) {
     // Gc takes the exclusive lock on removed checkpoints, and a repair while it replaces COMMIT.
     if (locked.code() != Code::kBusy) return locked;
-    return Status(Code::kStale, directory + ": the checkpoint is being deleted");
+    return Status(Code::kStale, directory +
+                                    ": the checkpoint is being deleted, or a repair is replacing "
+                                    "its COMMIT; if the checkpoint still exists, try again");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(commit.info, commit.file->Stat());
   // A link count of 0 means that gc had the lock before us and deleted COMMIT, or that a repair
   // replaced COMMIT.
   if (fs.Can(Ability::kStamps) && commit.info.links == 0) {
-    return Status(Code::kStale, directory + ": the checkpoint was deleted");
+    return Status(Code::kStale,
+                  directory + ": the checkpoint was deleted, or a repair has replaced its COMMIT");
   }
   return commit;
 }

@@ -191,9 +191,26 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
                   "the name of the producer has " + std::to_string(inventory.info.producer.size()) +
                       " bytes, at most " + std::to_string(kMaxTextBytes) + " are allowed");
   }
+  const auto readable = [&out](std::size_t begin, std::string_view what, auto decode) -> Status {
+    ByteReader in(std::string_view(out.bytes()).substr(begin), what);
+    const Status read = decode(in).status();
+    return read.ok() ? read : Status(Code::kInvalidArgument, "manifest: " + read.message());
+  };
   EncodeInfo(out, inventory.info);
+  TENSORMOUNT_RETURN_IF_ERROR(
+      readable(kManifestHeaderBytes, "info", [](ByteReader& in) { return DecodeInfo(in); }));
   out.U32(static_cast<std::uint32_t>(inventory.files.size()));
-  for (const FileRecord& file : inventory.files) EncodeFile(out, file);
+  for (const FileRecord& file : inventory.files) {
+    if (file.name.size() > kMaxFileNameBytes) {
+      return Status(Code::kInvalidArgument,
+                    "file " + file.name + ": the name has " + std::to_string(file.name.size()) +
+                        " bytes, at most " + std::to_string(kMaxFileNameBytes) + " are allowed");
+    }
+    const std::size_t begin = out.size();
+    EncodeFile(out, file);
+    TENSORMOUNT_RETURN_IF_ERROR(
+        readable(begin, file.name, [](ByteReader& in) { return DecodeFile(in); }));
+  }
   out.U32(static_cast<std::uint32_t>(inventory.tensors.size()));
   for (const TensorRecord& tensor : inventory.tensors) {
     if (tensor.extents.pending()) {
@@ -209,7 +226,12 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
     out.Raw(tensor.extents.packed().data(), tensor.extents.packed().size());
   }
   out.U32(static_cast<std::uint32_t>(inventory.objects.size()));
-  for (const ObjectRecord& object : inventory.objects) EncodeObject(out, object);
+  for (const ObjectRecord& object : inventory.objects) {
+    const std::size_t begin = out.size();
+    EncodeObject(out, object);
+    TENSORMOUNT_RETURN_IF_ERROR(
+        readable(begin, object.key, [&](ByteReader& in) { return DecodeObject(in, object.key); }));
+  }
   out.U32(static_cast<std::uint32_t>(inventory.extras.size()));
   for (const ExtraRange& extra : inventory.extras) EncodeExtra(out, extra);
   out.U32(static_cast<std::uint32_t>(inventory.common.size()));

@@ -258,13 +258,17 @@ void BaseLinker::Discard(std::uint32_t part, std::uint32_t parts) {
   (void)fs_.RemoveFile(JoinPath(staging_.directory, CopiedPackName(staging_, part)));
 }
 
-// Collects the hashed chunks and objects (not the extra ranges) of all files of a share, when the
-// first file of the share must be copied.
+// Collects the hashed chunks, objects and extra ranges of all files of a share, when the first file
+// of the share must be copied. Extra ranges are only in the base's manifests.
 Status BaseLinker::FindRanges(std::uint32_t part, std::uint32_t parts) {
   if (!ranges_.empty()) return Status();
   const CheckpointIndex& index = base_.index();
   std::vector<std::vector<CheckedRange>> ranges(index.files().size());
   std::vector<bool> of_share(index.files().size(), false);
+  std::unordered_map<std::string_view, std::uint32_t> numbers;
+  for (std::uint32_t f = 0; f < index.files().size(); ++f) {
+    numbers.emplace(index.files()[f].name, f);
+  }
   (void)ForEachLinked(part, parts, [&](std::uint32_t f) {
     of_share[f] = true;
     return Status();
@@ -285,13 +289,25 @@ Status BaseLinker::FindRanges(std::uint32_t part, std::uint32_t parts) {
   for (const ObjectRecord& object : objects) {
     if (object.has_hash()) add(object.file, {object.offset, object.length, object.hash});
   }
+  TENSORMOUNT_RETURN_IF_ERROR(
+      ForEachManifest([&](const std::string& name, const Manifest& manifest) -> Status {
+        const std::vector<FileRecord>& listed = manifest.inventory.files;
+        for (const ExtraRange& extra : manifest.inventory.extras) {
+          if (extra.file >= listed.size())
+            return DataLoss(name, "a range refers to a file that is not in the file table");
+          const auto known = numbers.find(listed[extra.file].name);
+          if (known == numbers.end())
+            return DataLoss(name, "the manifest lists a file that is not in the index");
+          add(known->second, {extra.offset, extra.length, extra.hash});
+        }
+        return Status();
+      }));
   for (auto& of_file : ranges) std::ranges::sort(of_file, {}, &CheckedRange::offset);
   ranges_ = std::move(ranges);
   return Status();
 }
 
-// Chunks and objects are compared with their hashes during the copy, so that damage in them is not
-// copied.
+// All ranges are compared with their hashes during the copy, so that damage is not copied.
 Status BaseLinker::CopyFile(std::uint32_t number, File& from, const std::string& to) {
   const FileRecord& file = base_.index().files()[number];
   RangeCheck check(ranges_[number]);
@@ -624,6 +640,16 @@ Result<LinkedRecords> BaseLinker::Records(std::uint32_t part, std::uint32_t part
                                           LinkCounts& counts) {
   Gatherer gatherer(*this, part, counts);
   TENSORMOUNT_RETURN_IF_ERROR(gatherer.Prepare());
+  TENSORMOUNT_RETURN_IF_ERROR(
+      ForEachManifest([&](const std::string& name,
+                          const Manifest& manifest) { return gatherer.Add(name, manifest); },
+                      part, parts));
+  return gatherer.Finish();
+}
+
+Status BaseLinker::ForEachManifest(
+    const std::function<Status(const std::string&, const Manifest&)>& use, std::uint32_t part,
+    std::uint32_t parts) {
   const DecodedCommit* commit = base_.commit();
   if (commit == nullptr) {
     return Status(Code::kInvalidArgument, base_.directory() + ": not a checkpoint of a store");
@@ -634,9 +660,9 @@ Result<LinkedRecords> BaseLinker::Records(std::uint32_t part, std::uint32_t part
     TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Manifest manifest,
                                  ReadListedManifest(fs_, base_.pinned_directory(), entry));
-    TENSORMOUNT_RETURN_IF_ERROR(gatherer.Add(entry.name, manifest).WithContext(base_.directory()));
+    TENSORMOUNT_RETURN_IF_ERROR(use(entry.name, manifest).WithContext(base_.directory()));
   }
-  return gatherer.Finish();
+  return Status();
 }
 
 }  // namespace tensormount

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,6 +31,8 @@
 // The base does not change, except that its files get links in the staging.
 
 namespace tensormount {
+
+struct Manifest;
 
 // The tensors and objects that a new checkpoint takes from its base.
 struct ReusedFromBase {
@@ -130,6 +133,9 @@ class BaseLinker {
   Status LinkFile(std::uint32_t number, std::uint32_t part, std::uint32_t parts,
                   LinkCounts& counts);
   Status FindRanges(std::uint32_t part, std::uint32_t parts);
+  // Calls `use(name, manifest)` for the manifests of share number `part` of the base's manifests.
+  Status ForEachManifest(const std::function<Status(const std::string&, const Manifest&)>& use,
+                         std::uint32_t part = 0, std::uint32_t parts = 1);
   Status CopyFile(std::uint32_t number, File& from, const std::string& to);
 
   FileSystem& fs_;

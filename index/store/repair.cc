@@ -774,7 +774,9 @@ class Repairer {
     const std::string aside = WorkPath();
     const Status moved = fs_.RenameNoReplace(path, aside);
     // Without RENAME_NOREPLACE an empty directory at this name cannot be moved, so it is deleted.
-    TENSORMOUNT_RETURN_IF_ERROR(moved.code() == Code::kUnsupported ? fs_.RemoveTree(path) : moved);
+    // The removal fails if something has appeared in the directory, or in its place, meanwhile.
+    TENSORMOUNT_RETURN_IF_ERROR(moved.code() == Code::kUnsupported ? fs_.RemoveDirectory(path)
+                                                                   : moved);
     const Status given = fs_.RenameNoReplace(fresh, path);
     if (!given.ok()) (void)fs_.RenameNoReplace(aside, path);
     TENSORMOUNT_RETURN_IF_ERROR(given);

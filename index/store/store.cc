@@ -274,6 +274,18 @@ Result<Store> Store::OpenOrCreate(FileSystem& fs, const std::string& path) {
   return Store(fs, resolved, superblock.value().uuid, superblock.value().unknown_read_compatible);
 }
 
+Result<Store> Store::OpenOrCreate(FileSystem& fs, const std::string& path,
+                                  const std::string& name) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  const std::string taken = JoinPath(path, name);
+  if (fs.Exists(taken) && !fs.Exists(JoinPath(path, kSuperblockFile)) &&
+      !store_moves::IsEmptyDirectory(fs, taken)) {
+    return Status(Code::kAlreadyExists, taken + ": not a checkpoint, because " + path +
+                                            " is not a store, so it is not replaced");
+  }
+  return OpenOrCreate(fs, path);
+}
+
 Result<Store> Store::Open(const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(path));
   return Open(*fs, path);

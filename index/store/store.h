@@ -95,6 +95,11 @@ class Store {
   // Opens a store, and creates it first if it is missing. `path` may contain symlinks. Concurrent
   // creators open the same store.
   static Result<Store> OpenOrCreate(FileSystem& fs, const std::string& path);
+  // The same before a save of the checkpoint `name`. With nothing created: kInvalidArgument (the
+  // name cannot be one), kAlreadyExists (`path` is not a store, and the name is taken by something
+  // that is not an empty directory).
+  static Result<Store> OpenOrCreate(FileSystem& fs, const std::string& path,
+                                    const std::string& name);
   // Like the two functions above, on the file system that `path` names (FileSystemFor).
   static Result<Store> Open(const std::string& path);
   static Result<Store> OpenOrCreate(const std::string& path);

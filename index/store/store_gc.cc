@@ -424,6 +424,12 @@ class Collector {
       if (end.ec == std::errc() && std::to_string(n) == e.name) claims.push_back(n);
     }
     std::sort(claims.begin(), claims.end());
+    if (claims.size() > 1 && !options_.dry_run) {
+      // A save that has just begun may not have synced the highest claim. Without this sync a power
+      // failure could lose that claim and keep the removal of durable ones below it.
+      const Status synced = store_moves::SyncClaim(fs_, store_, claims.back());
+      if (!synced.ok()) return Fail(std::string(store_paths::kGenerationsFolder), synced);
+    }
     for (std::size_t i = 0; i + 1 < claims.size(); ++i) {
       const std::string below =
           std::string(store_paths::kGenerationsFolder) + "/" + std::to_string(claims[i]);

@@ -175,6 +175,34 @@ TEST_F(AdoptTest, ChangedSourceFileIsDetected) {
   EXPECT_THAT(damaged, HasMessage("changed since it was adopted"));
 }
 
+// As for tensors: a hash proves the damage, whatever else changed in the file.
+TEST_F(AdoptTest, ProvenDamageOfAnObjectIsNotReportedAsStale) {
+  ASSERT_OK(Adopt("a"));
+  ASSERT_OK(Adopt("q", false));
+  const auto read = [](const OpenedCheckpoint& opened, ReadVerify verify) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, opened.index().ObjectParts("object"));
+    std::string got(parts[0].length, '?');
+    return opened.ReadObject(parts[0], 0, got.data(), got.size(), verify);
+  };
+  // Each checkpoint has the file open before it changes, because a later open is refused as stale.
+  ASSERT_OK_AND_ASSIGN(const auto extended, Open("a"));
+  ASSERT_OK_AND_ASSIGN(const auto once, Open("a"));
+  ASSERT_OK_AND_ASSIGN(const auto unproven, Open("q"));
+  for (const auto& opened : {extended, once, unproven}) {
+    ASSERT_OK(read(*opened, ReadVerify::kExtendLeaves));
+  }
+  std::string other = ReadWholeFile(made_.FilePath(1));
+  for (char& c : other) c = static_cast<char>(c ^ 1);
+  WriteWholeFile(made_.FilePath(1), other + "more");
+  for (const Status& status :
+       {read(*extended, ReadVerify::kExtendLeaves), read(*once, ReadVerify::kOnce)}) {
+    EXPECT_THAT(status, HasCode(Code::kDataLoss));
+    EXPECT_THAT(status, HasMessage("checksum"));
+    EXPECT_THAT(status, HasMessage("changed since it was adopted"));
+  }
+  EXPECT_THAT(read(*unproven, ReadVerify::kExtendLeaves), HasCode(Code::kStale));
+}
+
 TEST_F(AdoptTest, ErrorNamesTheMissingSource) {
   ASSERT_OK(Adopt("a"));
   ASSERT_EQ(rename(dir_.Join("source").c_str(), dir_.Join("elsewhere").c_str()), 0);

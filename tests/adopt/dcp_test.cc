@@ -602,6 +602,38 @@ TEST_F(ChangedDcpTest, PlainRunArgumentsAreShownOthersLeftOut) {
   EXPECT_THAT(opened.Warnings(), testing::Not(HasSubstr("not all of its tensors are shown")));
 }
 
+TEST_F(ChangedDcpTest, WarningCountsEachHiddenValueOnce) {
+  const std::string path = Changed("dcp-old/megatron", "", "");
+  const auto open_with = [&](const std::string& common) {
+    ZipBuilder zip;
+    zip.Add("common/data.pkl", Pickle(common, 2));
+    zip.Add("common/version", "3\n");
+    zip.Add("common/data/a", "AAAA");
+    WriteWholeFile(path + "/common.pt", zip.Finish());
+    return Open(path);
+  };
+  const auto number = [](std::int64_t v) { return Bytes(0x8a, 8, Little(v)); };
+  const std::string tensor =
+      Bytes(Glob("torch._utils", "_rebuild_tensor_v2"), "((", Str("storage"),
+            Glob("torch", "ByteStorage"), Str("a"), Str("cpu"), number(4), "tQ", "K", 0, number(4),
+            0x85, number(1), 0x85, 0x89, Glob("collections", "OrderedDict"), ")RtR");
+  // The tensor of a namespace is shown as a tensor.
+  ASSERT_OK_AND_ASSIGN(
+      const Opened shown,
+      open_with(Bytes("}", Str("args"), Glob("argparse", "Namespace"), ")", 0x81, "}(", Str("w"),
+                      tensor, Str("dtype"), Glob("torch", "bfloat16"), "ubs")));
+  EXPECT_THAT(shown.Keys(), Contains("args.w")) << shown.Warnings();
+  EXPECT_THAT(shown.Warnings(), HasSubstr("common.pt: 1 value is not plain data and only shown in "
+                                          "the object (the first: args.dtype)"));
+  // A dict that is left out as a whole, because one of its keys is a number, is one value.
+  ASSERT_OK_AND_ASSIGN(
+      const Opened whole,
+      open_with(Bytes("}", Str("args"), "}(", Str("dtype"), Glob("torch", "bfloat16"), "G", 0x3f,
+                      0xf8, std::string(6, '\0'), "K", 1, "us")));
+  EXPECT_THAT(whole.Warnings(), HasSubstr("common.pt: 1 value is not plain data and only shown in "
+                                          "the object (the first: args)"));
+}
+
 // Half of what the ranks stored is half a tensor each, as it was before.
 TEST_F(ChangedDcpTest, InconsistentRanksAreShownSeparately) {
   const std::string path = Changed("dcp-2.13/ranks", "", "");

@@ -6,6 +6,8 @@
 #include <mutex>
 
 #include "base/crc32.h"
+#include "fs/export/export_plan.h"
+#include "fs/views/checkpoint_view.h"
 #include "index/archives/torch_archive.h"
 #include "index/archives/zip_archive.h"
 #include "index/foreign/open_source.h"
@@ -690,6 +692,23 @@ TEST_F(ExportTest, ExportIsDurableWhenItReturns) {
       ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("after")));
     }
     ASSERT_OK(HostFileSystem().RemoveTree(live));
+  }
+}
+
+// Whether a file can be cloned is known only when it is tried, so the message says what is counted.
+TEST(ExportRoom, RefusalSaysThatShareableTensorsAreCounted) {
+  TempDir dir;
+  ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), dir.Join("store"), "step-1", DefaultTinySpec()));
+  ASSERT_OK_AND_ASSIGN(
+      const auto view,
+      CheckpointView::Open(HostFileSystem(), dir.Join("store/step-1"), Uuid{}, {}, {.slot = 3}));
+  for (const ExportFormat format : {ExportFormat::kHf, ExportFormat::kNpy}) {
+    ExportOptions options;
+    options.format = format;
+    const Status refused = MakeExportPlan(*view, options, 1, 0).status();
+    EXPECT_THAT(refused, HasCode(Code::kResourceExhausted));
+    EXPECT_THAT(refused, HasMessage("are free"));
+    EXPECT_EQ(refused.message().find("cloned") != std::string::npos, format == ExportFormat::kHf);
   }
 }
 

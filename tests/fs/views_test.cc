@@ -9,6 +9,9 @@
 
 #include "fs/views/checkpoint_view.h"
 #include "fs/views/view.h"
+#include "index/records/commit_record.h"
+#include "index/records/index_records.h"
+#include "index/records/sst_table.h"
 #include "shard/safetensors.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/random_layout.h"
@@ -427,6 +430,75 @@ TEST_F(ViewsTest, BackingFileEqualsTheShownFile) {
     ASSERT_OK_AND_ASSIGN(const FilePtr file, OpenPath(*view, name));
     EXPECT_THAT(file->BackingPath(), HasCode(Code::kNotFound)) << name;
   }
+}
+
+// Replaces the first table row of a tensor in the index by bytes that cannot be a row, and puts the
+// new index into COMMIT.
+void SpoilExtents(const std::string& checkpoint, std::uint32_t ordinal) {
+  FileSystem& fs = HostFileSystem();
+  const std::string path = checkpoint + "/" + std::string(kIndexName);
+  std::vector<std::pair<std::string, std::string>> all;
+  SstIdentity identity;
+  {
+    ASSERT_OK_AND_ASSIGN(const auto table, SstTable::Open(fs, path));
+    identity = table->identity();
+    ASSERT_OK(table->Scan("", "", [&](std::string_view key, std::string_view value) {
+      all.emplace_back(key, value);
+      return true;
+    }));
+  }
+  const std::string wanted = index_record::Key(index_record::kExtents, ordinal, 0);
+  bool changed = false;
+  for (auto& [key, value] : all) {
+    if (key != wanted) continue;
+    value.assign(value.size(), '\xff');
+    changed = true;
+  }
+  ASSERT_TRUE(changed);
+  ASSERT_OK(fs.RemoveFile(path));
+  ASSERT_OK_AND_ASSIGN(
+      CommitRecord::Entry entry,
+      SstTable::Write(fs, path, [&](const SstTable::Emit& emit) -> Result<SstIdentity> {
+        for (const auto& [key, value] : all) TENSORMOUNT_RETURN_IF_ERROR(emit(key, value));
+        return identity;
+      }));
+  entry.name = std::string(kIndexName);
+  ASSERT_OK_AND_ASSIGN(DecodedCommit commit,
+                       DecodeCommit(ReadWholeFile(checkpoint + "/COMMIT"), "COMMIT"));
+  for (CommitRecord::Entry& file : commit.record.files) {
+    if (file.name == kIndexName) file = entry;
+  }
+  ASSERT_OK(fs.RemoveFile(checkpoint + "/COMMIT"));
+  WriteWholeFile(checkpoint + "/COMMIT", EncodeCommit(commit.record));
+}
+
+TEST_F(ViewsTest, DamagedExtentsAreNamedAndTheOthersAreListed) {
+  const std::string checkpoint = Write(DefaultTinySpec());
+  std::uint32_t ordinal = 0;
+  {
+    ASSERT_OK_AND_ASSIGN(const auto opened,
+                         OpenedCheckpoint::Open(HostFileSystem(), checkpoint, {}));
+    ASSERT_OK_AND_ASSIGN(const TensorEntry bias, opened->index().Find("bias"));
+    ordinal = bias.ordinal;
+  }
+  SpoilExtents(checkpoint, ordinal);
+  ASSERT_OK_AND_ASSIGN(const ViewPtr view, OpenView(checkpoint));
+  ASSERT_OK_AND_ASSIGN(const Node tensors, WalkPath(*view, "tensors"));
+  ASSERT_OK_AND_ASSIGN(const Node extents, WalkPath(*view, "extents"));
+  const auto names = [&](const Node& folder) {
+    std::vector<std::string> all;
+    EXPECT_OK(view->List(folder, 0, [&](const Child& child, std::uint64_t) {
+      all.push_back(child.name);
+      return true;
+    }));
+    return all.size();
+  };
+  EXPECT_EQ(names(extents), names(tensors));
+  ASSERT_OK_AND_ASSIGN(const FilePtr file, OpenPath(*view, "extents/bias.json"));
+  ASSERT_OK_AND_ASSIGN(const std::string text, ReadRange(*file, 0, 1 << 20));
+  const nlohmann::json json = nlohmann::json::parse(text);
+  EXPECT_EQ(json.at("key"), "bias");
+  EXPECT_THAT(json.at("error").get<std::string>(), testing::HasSubstr("DATA_LOSS"));
 }
 
 // A foreign file is its own model.safetensors, whatever the order of its tensors and its metadata.

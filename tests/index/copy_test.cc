@@ -480,6 +480,8 @@ TEST_F(CopyTest, PowerCutAtAnyOperationLeavesNoPartialCopy) {
   const std::size_t first = live.op_count();
   ASSERT_OK(CopyCheckpoints(live, {from + "/link-1"}, to, {}));
   const std::size_t second = live.op_count();
+  std::map<std::string, std::uint64_t> generations;
+  for (const CheckpointListing& c : store.List().value()) generations[c.name] = c.generation;
   Random random(TestSeed());
   const int tries = TestScale(4);
   for (std::size_t k = begun; k <= second; ++k) {
@@ -492,6 +494,12 @@ TEST_F(CopyTest, PowerCutAtAnyOperationLeavesNoPartialCopy) {
         const std::string copy = JoinPath(after, "other/" + std::string(name));
         if (k >= done) {
           ASSERT_TRUE(fs().Exists(copy)) << name;
+          // The claim outlives the copy: the next save gets a higher generation without the copy.
+          std::uint64_t claimed = 0;
+          for (const std::string& n : NamesIn(JoinPath(after, "other/.generations"))) {
+            claimed = std::max<std::uint64_t>(claimed, std::stoull(n));
+          }
+          ASSERT_GE(claimed, generations.at(name)) << name;
         }
         if (fs().Exists(copy)) {
           ASSERT_EQ(FilesBelow(copy), FilesBelow(JoinPath(from, name))) << name;

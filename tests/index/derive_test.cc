@@ -279,6 +279,23 @@ TEST_F(DeriveTest, FaultAtAnyOperationLeavesNoPartialCheckpoint) {
   ExpectWhole("last");
 }
 
+// Headers and dead ranges are extra ranges: only the manifests have their hashes.
+TEST_F(DeriveTest, DamagedExtraRangeIsNotCopiedWhenLinksAreRefused) {
+  Build();
+  ObservedFileSystem fs(fs_, [&](const FileEvent& e) {
+    return e.op == FileOp::kLink ? Status::FromErrno(EMLINK, "link", e.path) : Status();
+  });
+  ASSERT_OK_AND_ASSIGN(const DeriveReport whole, DeriveOn(fs, store_ + "/whole", "old", {}));
+  EXPECT_EQ(whole.files_copied, 2u);
+  ExpectWhole("whole");
+  const std::string name = fs_.List(store_ + "/old/data").value()[0].name;
+  FlipByte(store_ + "/old/data/" + name, 5);  // In the header of 32 bytes.
+  const Status status = DeriveOn(fs, store_ + "/new", "old", {}).status();
+  EXPECT_EQ(status.code(), Code::kDataLoss) << status.ToString();
+  EXPECT_NE(status.message().find(name), std::string::npos) << status.ToString();
+  EXPECT_FALSE(fs_.Exists(store_ + "/new"));
+}
+
 TEST_F(DeriveTest, ErrorNamesTheDamagedFile) {
   Build();
   for (const DirectoryEntry& e : fs_.List(store_ + "/old/data").value()) {

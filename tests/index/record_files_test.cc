@@ -156,6 +156,50 @@ TEST(Manifest, ReservedCommonRecordsMayNameAnyKey) {
   EXPECT_THAT(EncodeManifest(inventory, leaves), HasCode(Code::kInvalidArgument));
 }
 
+// A manifest that is written must be readable.
+TEST(Manifest, NamesThatTheDecoderRefusesAreNotWritten) {
+  const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
+  const auto encoded = [&](const std::function<void(Inventory&)>& change) {
+    Inventory inventory = SmallInventory();
+    change(inventory);
+    return EncodeManifest(inventory, leaves);
+  };
+  const auto foreign = [&](const std::string& name) {
+    return encoded([&](Inventory& inventory) {
+      inventory.files[0].name = name;
+      inventory.files[0].placement = Placement::kForeign;
+    });
+  };
+  const std::string longest(kMaxFileNameBytes, 'f');
+  const auto kept = foreign(longest);
+  ASSERT_OK(kept);
+  EXPECT_OK(DecodeManifest(kept.value(), "manifest/a.tmm"));
+  const auto refused = foreign(longest + "f");
+  EXPECT_THAT(refused, HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(refused, HasMessage("has 4097 bytes, at most 4096 are allowed"));
+  EXPECT_THAT(refused, HasMessage("ffff"));
+  for (const char* name : {"", "/a", "a/../b", "a//b"}) {
+    EXPECT_THAT(foreign(name), HasCode(Code::kInvalidArgument)) << name;
+  }
+  const auto with = [&](auto change) { return encoded(change).status(); };
+  EXPECT_THAT(with([](Inventory& i) { i.files[0].name = "elsewhere/a"; }),
+              HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(with([](Inventory& i) { i.info.parent_name.assign(kMaxTextBytes + 1, 'p'); }),
+              HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(with([](Inventory& i) { i.objects[0].key.assign(kMaxKeyBytes + 1, 'k'); }),
+              HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(with([](Inventory& i) {
+                i.info.self_contained = false;
+                i.info.root = "/" + std::string(kMaxFileNameBytes, 'r');
+              }),
+              HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(with([](Inventory& i) {
+                i.info.self_contained = false;
+                i.info.root = "relative";
+              }),
+              HasCode(Code::kInvalidArgument));
+}
+
 TEST(Manifest, EveryFlippedBitAndEveryCutIsRefused) {
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
   ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallInventory(), leaves));

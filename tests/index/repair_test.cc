@@ -363,6 +363,34 @@ TEST_F(RepairTest, RepairKeepsAFileReplacedMeanwhile) {
   }
 }
 
+// A filesystem without RENAME_NOREPLACE cannot move an empty directory out of the way.
+TEST_F(RepairTest, FilesThatAppearInAnEmptyDirectoryAreKept) {
+  const std::string manifest = "manifest/" + NamesIn(InStore("base/manifest")).back();
+  const std::string path = InStore("base/" + manifest);
+  for (const bool fills : {true, false}) {
+    SCOPED_TRACE(fills);
+    ASSERT_OK(fs().RemoveTree(path));
+    ASSERT_OK(fs().CreateDirectory(path));
+    bool refused = false;
+    ObservedFileSystem beside(fs(), [&](const FileEvent& e) {
+      if (e.op == FileOp::kExchange) return Status(Code::kUnsupported, "exchange");
+      if (e.op != FileOp::kRename || !e.path.ends_with(manifest) || refused) return Status();
+      refused = true;
+      if (fills) WriteWholeFile(path + "/new", "somebody's");
+      return Status(Code::kUnsupported, "rename");
+    });
+    const auto repaired = Repair(beside, "base", InCopy("base"));
+    EXPECT_TRUE(refused);
+    if (fills) {
+      EXPECT_FALSE(repaired.ok());
+      EXPECT_EQ(ReadWholeFile(path + "/new"), "somebody's");
+    } else {
+      ASSERT_OK(repaired);
+      EXPECT_EQ(ReadWholeFile(path), ReadWholeFile(InCopy("base/") + manifest));
+    }
+  }
+}
+
 // A checkpoint that was cut otherwise has neither the files nor the manifests.
 TEST_F(RepairTest, RepairsFromAnotherSharding) {
   TinySpec other = FrozenSpec();

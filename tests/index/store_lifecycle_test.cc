@@ -234,6 +234,28 @@ TEST_F(StoreLifecycleTest, NonemptyGenerationClaimIsRemoved) {
   EXPECT_TRUE(fs().Exists(InStore("c/data/" + file)));
 }
 
+// A power cut may lose the highest claim, if it was not synced, and keep the removal of lower ones.
+TEST_F(StoreLifecycleTest, GcSyncsTheHighestClaimBeforeItRemovesLowerOnes) {
+  ASSERT_OK(Save("a", DefaultTinySpec()));
+  // A save that has begun has claimed 2, and has not synced it.
+  ASSERT_OK(MakeStore().Begin("b", IfExists::kFail));
+  ASSERT_THAT(NamesIn(InStore(".generations")), ElementsAre("1", "2"));
+  bool synced = false;
+  bool removed = false;
+  ObservedFileSystem watched(fs(), [&](const FileEvent& e) {
+    if (e.op == FileOp::kSyncDirectory && e.path == InStore(".generations")) synced = true;
+    if (e.op == FileOp::kRemoveDirectory && e.path == InStore(".generations/1")) {
+      removed = true;
+      EXPECT_TRUE(synced);
+    }
+    return Status();
+  });
+  ASSERT_OK_AND_ASSIGN(const Store store, Store::Open(watched, StorePath()));
+  ASSERT_OK(store.Gc(kAtOnce));
+  EXPECT_TRUE(removed);
+  EXPECT_THAT(NamesIn(InStore(".generations")), ElementsAre("2"));
+}
+
 TEST_F(StoreLifecycleTest, GcFinishesAReplacementWhosePublisherDied) {
   const TinySpec old_spec = DefaultTinySpec(1);
   const auto old = Save("step", old_spec);
@@ -299,7 +321,9 @@ TEST_F(StoreLifecycleTest, GcSyncsTheStoreAfterDeleting) {
   ASSERT_OK(store);
   // Nothing but the claim of a generation.
   ASSERT_OK(store.value().Gc({}));
-  EXPECT_THAT(order, ElementsAre("deleted", "synced " + store.value().path()));
+  const std::string synced = "synced " + store.value().path();
+  EXPECT_THAT(order,
+              ElementsAre(synced + "/.generations/2", synced + "/.generations", "deleted", synced));
 }
 
 // What an aborted save leaves: folders, which gc deletes, and no data.

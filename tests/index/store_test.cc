@@ -34,6 +34,20 @@ TEST_F(StoreTest, OpeningAgainGivesTheSameUuid) {
   EXPECT_THAT(NamesIn(StorePath()), ElementsAre("store.json"));
 }
 
+// Otherwise a save to /dev/null would leave /dev as an empty store.
+TEST_F(StoreTest, ASaveToATakenNameDoesNotMakeItsFolderAStore) {
+  const std::string folder = dir_.Join("folder");
+  ASSERT_OK(fs().CreateDirectory(folder));
+  ASSERT_OK(fs().WriteFileDurably(folder + "/taken", "text"));
+  ASSERT_OK(fs().CreateDirectory(folder + "/empty"));
+  EXPECT_THAT(Store::OpenOrCreate(fs(), folder, "taken"), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(Store::OpenOrCreate(fs(), folder, "latest"), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(NamesIn(folder), testing::UnorderedElementsAre("taken", "empty"));
+  EXPECT_OK(Store::OpenOrCreate(fs(), folder, "empty"));
+  // In a store, Store::Begin decides, because it knows whether a checkpoint has the name.
+  EXPECT_OK(Store::OpenOrCreate(fs(), folder, "taken"));
+}
+
 TEST_F(StoreTest, CreatesMissingParentsAndFollowsSymlinks) {
   ASSERT_OK(fs().CreateDirectory(dir_.Join("real")));
   ASSERT_EQ(symlink(dir_.Join("real").c_str(), dir_.Join("link").c_str()), 0);
