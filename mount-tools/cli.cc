@@ -610,16 +610,20 @@ std::vector<std::string> ConvertMountHelperArgs(int argc, const char* const* arg
   return words;
 }
 
-// Refuses options with an empty value, which is probably an unset shell variable: `prune
-// --keep-last "$N"` must not run without that rule. Only --reason may be empty.
+// Refuses options, GLOB and an optional KEY with an empty value, which is probably an unset shell
+// variable: `prune --keep-last "$N"` must not run without that rule, and `ls SOURCE "$PATTERN"`
+// must not list all keys. Only --reason may be empty.
 void CheckNoEmptyValues(const CLI::App& app) {
   for (const CLI::App* command : app.get_subcommands()) {
     for (const CLI::Option* option : command->get_options()) {
-      // An empty path fails where it is used, and an empty GLOB or KEY counts as not given.
-      if (option->get_positional() || option->get_name() == "--reason") continue;
+      const std::string name = option->get_name();
+      // An empty path or required KEY fails where it is used.
+      const bool pattern = name == "GLOB" || (name == "KEY" && !option->get_required());
+      if ((option->get_positional() && !pattern) || name == "--reason") continue;
       for (const std::string& value : option->results()) {
         if (value.empty())
-          throw CLI::ValidationError(option->get_name(), "the value of this option is empty");
+          throw CLI::ValidationError(
+              name, pattern ? "this argument is empty" : "the value of this option is empty");
       }
     }
     CheckNoEmptyValues(*command);

@@ -165,7 +165,8 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
   if (flushed != kDone) return flushed;
   // Missing data could not be compared, so the command fails even if no difference was found.
   for (const auto& source : {first.value(), second.value()}) {
-    const Status whole = CheckSourceComplete(*source, args.keys);
+    const KeyMap* const renames = source == first.value() ? map.value().get() : nullptr;
+    const Status whole = CheckSourceComplete(*source, args.keys, renames);
     if (!whole.ok()) return terminal.Fail(whole);
   }
   return summary.value().same() ? kDone : kCheckFailed;

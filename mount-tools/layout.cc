@@ -5,12 +5,15 @@
 #include "fs/pictures/layout.h"
 
 #include <limits>
+#include <string>
+#include <vector>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
 #include "base/file_system_for.h"
+#include "index/records/inventory.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/nearest.h"
 #include "mount-tools/shown_text.h"
@@ -37,14 +40,42 @@ ChunkMap PrintableChunkMap(ChunkMap layout) {
   return layout;
 }
 
+// Writes a file that the user named. If it exists, it is replaced as a whole.
 Status ReplaceNamedFile(const std::string& path, const std::string& text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(path));
-  return fs->ReplaceFile(path, text);
+  const Result<FileInfo> old = fs->Stat(path);
+  if (!old.ok() && old.status().code() != Code::kNotFound) return old.status();
+  if (old.ok() && old.value().kind != FileKind::kFile) {
+    // As root, a rename would put a file in the place of /dev/null.
+    return {Code::kInvalidArgument, path + ": not a regular file, so it is not replaced"};
+  }
+  std::string to = path;
+  if (old.ok()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(to, fs->Resolve(path));  // The file that a symlink names.
+  }
+  const std::string fresh = to + "." + Uuid::Random().Short();
+  TENSORMOUNT_RETURN_IF_ERROR(fs->WriteFileDurably(fresh, text));
+  const Status moved = old.ok() ? fs->Exchange(fresh, to) : fs->RenameNoReplace(fresh, to);
+  if (old.ok() || !moved.ok()) (void)fs->RemoveFile(fresh);  // The old file, or the new one.
+  return moved;
+}
+
+// Fails if two of --svg -, --html - and --json would mix on standard output.
+Status CheckOneOutput(const LayoutArgs& args, const Terminal& terminal) {
+  std::vector<std::string> outputs;
+  if (args.svg == "-") outputs.emplace_back("--svg -");
+  if (args.html == "-") outputs.emplace_back("--html -");
+  if (terminal.json) outputs.emplace_back("--json");
+  if (outputs.size() < 2) return {};
+  return {Code::kInvalidArgument,
+          fmt::format("layout: {} and {} both write to standard output; give {} a file name",
+                      outputs[0], outputs[1], args.svg == "-" ? "--svg" : "--html")};
 }
 
 }  // namespace
 
 int RunLayout(const LayoutArgs& args, Terminal& terminal) {
+  if (const Status clear = CheckOneOutput(args, terminal); !clear.ok()) return terminal.Fail(clear);
   const auto opened = OpenSource(args.source, terminal);
   if (!opened.ok()) return terminal.Fail(opened.status());
   const auto layout = fs::DescribeChunkMap(*opened.value(), args.key);

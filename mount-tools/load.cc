@@ -256,11 +256,11 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     if (!args.compare.empty()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(args.compare, terminal, lost));
     }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(args.map));
     if (!args.partial) {
-      TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*source, args.keys));
+      TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*source, args.keys, map.get()));
       if (other) TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*other, args.keys));
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(args.map));
     if (map) {
       TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
     }

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/file_system_for.h"
+#include "base/glob.h"
 #include "fs/mount/mount_table.h"
 #include "index/archives/torch_archive.h"
 #include "index/store/store.h"
@@ -119,8 +120,22 @@ std::string JoinFirstNames(const std::vector<std::string>& names) {
   return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
-Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys) {
-  const Status lost = CheckNoLoss(source.lost(), keys).WithContext(source.directory());
+Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys,
+                           const KeyMap* map) {
+  const auto chosen = [&](const std::string& key) {
+    return keys.empty() || GlobMatches(keys, key);
+  };
+  std::vector<ForeignLoss> losses;
+  for (const ForeignLoss& loss : source.lost()) {
+    const bool unknown = loss.tensors.empty() && loss.objects.empty();
+    const bool counts = unknown || std::ranges::any_of(loss.objects, chosen) ||
+                        std::ranges::any_of(loss.tensors, [&](const std::string& key) {
+                          const std::string name = map != nullptr ? map->Apply(key) : key;
+                          return !name.empty() && chosen(name);
+                        });
+    if (counts) losses.push_back(loss);
+  }
+  const Status lost = CheckNoLoss(losses).WithContext(source.directory());
   return lost.WithMessage(lost.message() + " (--partial continues without the missing data)");
 }
 

@@ -47,8 +47,11 @@ inline LossPolicy LossPolicyOf(bool partial) {
 }
 
 // kDataLoss if data are missing for a key that matches `keys` (a glob; empty: all keys). A loss
-// without keys (a file that cannot be read) always counts, because it may affect any key.
-Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys = {});
+// without keys (a file that cannot be read) always counts, because it may affect any key. With
+// `map` the glob is for the keys of tensors after the map, and tensors that the map drops do not
+// count.
+Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys = {},
+                           const KeyMap* map = nullptr);
 
 // Reads a file that an option or argument names. Fails if it is larger than `max_bytes`.
 Result<std::string> ReadNamedFile(const std::string& path, std::uint64_t max_bytes);

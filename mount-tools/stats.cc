@@ -26,7 +26,8 @@ using Clock = std::chrono::steady_clock;
 
 // Milliseconds to wait for an answer of the mount, whose daemon may be stopped.
 constexpr int kPatienceMs = 5000;
-constexpr std::size_t kMaxBytes = 1u << 20;
+// Limit for the answer. A mount of another program may have an endless file there.
+constexpr std::size_t kMaxBytes = 64u << 20;
 
 // Reads a control file in a child process, which is killed if the mount does not answer. A thread
 // would not suffice, because read(2) on a mount whose daemon is stopped ends only when the process
@@ -64,9 +65,8 @@ Result<std::string> ReadControl(const std::string& path) {
     pollfd wait{.fd = ends[0], .events = POLLIN, .revents = 0};
     const int ready = left > 0 ? poll(&wait, 1, static_cast<int>(left)) : 0;
     if (ready < 0 && errno == EINTR) continue;
-    // The size is limited, because a mount of another program may have an endless file there.
-    if (ready <= 0 || text.size() > kMaxBytes) {
-      late = true;
+    late = ready <= 0;
+    if (late || text.size() > kMaxBytes) {
       kill(child, SIGKILL);
       break;
     }
@@ -83,6 +83,12 @@ Result<std::string> ReadControl(const std::string& path) {
   if (late) {
     return Status(Code::kDeadlineExceeded,
                   fmt::format("read {}: no answer within {} s", path, kPatienceMs / 1000));
+  }
+  if (text.size() > kMaxBytes) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("read {}: the answer has more than {} MiB, so it is not from a mount "
+                              "of tensormount",
+                              path, kMaxBytes >> 20));
   }
   if (!WIFEXITED(ended))
     return Status(Code::kInternal, "read " + path + ": the helper process was killed");

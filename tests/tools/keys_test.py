@@ -60,6 +60,14 @@ class Maps(harness.ToolTest):
         self.run_tool("adopt", self.model, self.store / "a", "--map", again, "--if-exists", "replace", "--quick")
         self.assertEqual(self.run_tool("ls", path).stdout.split(), sorted(self.tensors))
 
+    def test_adopt_counts_bytes_without_dropped_tensors(self):
+        rules = self.dir / "drops.json"
+        rules.write_text(json.dumps([{"drop": "big"}]))
+        (report,) = self.json_lines("adopt", self.model, self.store / "a", "--map", rules)
+        kept = sum(len(raw) for key, (_, _, raw) in self.tensors.items() if key != "big")
+        self.assertEqual((report["tensors"], report["bytes"], report["bytes_hashed"]),
+                         (len(self.tensors) - 1, kept, kept))
+
     def test_load_uses_mapped_names(self):
         path = self.save("a")
         other = self.dir / "renamed.safetensors"

@@ -3,6 +3,7 @@
 
 import html.parser
 import json
+import os
 import re
 import subprocess
 import unittest
@@ -35,6 +36,16 @@ class Layout(harness.ToolTest):
         self.assertEqual(sum("┼" in line for line in lines), 1)
         self.assertRegex(picture, r"(?m)^\[32:64, 0:24\] +rank 2 +data/\w+-r2\.safetensors +\d+ +3072$")
         self.assertNotIn("\033", picture)
+
+    def test_two_outputs_on_stdout_are_refused(self):
+        path = self.save("a")
+        for options, named in ((("--svg", "-", "--json"), ("--svg -", "--json")),
+                               (("--html", "-", "--json"), ("--html -", "--json")),
+                               (("--svg", "-", "--html", "-"), ("--svg -", "--html -"))):
+            result = self.run_tool("layout", path, "w", *options, expect=2)
+            self.assertIn(f"layout: {named[0]} and {named[1]} both write to standard output", result.stderr)
+            self.assertEqual(result.stdout, "")
+        self.run_tool("layout", path, "w", "--json", "--svg", self.dir / "picture.svg")
 
     def test_json_lists_every_chunk(self):
         path = self.save("a", "--ranks", "3", "--shard", "cols", "--placement", "rank-shard")
@@ -112,6 +123,24 @@ class Layout(harness.ToolTest):
         self.assertNotIn("href", text)
         self.assertEqual(self.svg(path, "w"), text)
         self.assertEqual(self.run_tool("layout", path, "w", "--svg", "-").stdout, text)
+
+    def test_only_regular_files_are_replaced(self):
+        path = self.save("a")
+        folder, pipe, link, other = (self.dir / name for name in ("folder", "pipe", "link.svg", "link.svg.new"))
+        folder.mkdir()
+        os.mkfifo(pipe)
+        (self.dir / "real.svg").write_text("old")
+        link.symlink_to("real.svg")
+        other.write_text("the user's")
+        for option in ("--svg", "--html"):
+            for taken in (folder, pipe, self.store):
+                before = sorted(self.dir.iterdir())
+                self.fails("layout", path, "w", option, taken, code="INVALID_ARGUMENT", says="not a regular file")
+                self.assertEqual(sorted(self.dir.iterdir()), before)
+        self.assertTrue(folder.is_dir() and pipe.is_fifo() and (self.store / "store.json").is_file())
+        self.run_tool("layout", path, "w", "--svg", link)
+        self.assertTrue(link.is_symlink() and (self.dir / "real.svg").read_text().startswith("<"))
+        self.assertEqual(other.read_text(), "the user's")
 
     def test_html_escapes_keys(self):
         harness.write_safetensors(self.model, {"a<b>&\"'\n\x01": ("F32", (2,), bytes(8))})

@@ -145,6 +145,22 @@ class Lost(harness.ToolTest):
             result = self.run_tool(*command, "--keys", "typo*", expect=2)
             self.assertIn("--keys 'typo*': no key matches it", result.stderr)
 
+    def test_keys_of_missing_data_are_compared_after_the_map(self):
+        folder, whole = self.indexed()
+        rules = self.dir / "rules.json"
+        rules.write_text(json.dumps([{"key": "b", "to": "renamed"}]))
+        drops = self.dir / "drops.json"
+        drops.write_text(json.dumps([{"drop": "b"}]))
+        for keys in ((), ("--keys", "rena*")):
+            self.refused("load", folder, "--map", rules, *keys, naming=["b"])
+        self.run_tool("load", folder, "--map", rules, "--keys", "a")
+        self.run_tool("load", folder, "--map", drops)
+        self.refused("load", folder, "--keys", "b", naming=["b"])
+        renamed = self.dir / "renamed.safetensors"
+        harness.write_safetensors(renamed, {"a": ("F32", (2, 3), bytes(24)), "renamed": ("F32", (2, 3), bytes(24))})
+        self.refused("diff", folder, renamed, "--map", rules, "--keys", "rena*", naming=["b"])
+        self.run_tool("diff", folder, whole, "--map", drops, "--keys", "a")
+
 
 if __name__ == "__main__":
     harness.main()

@@ -76,6 +76,8 @@ cat st/step-1 wte.weight --as json | --as json: must be raw, npy or text
 cat st/latest2 wte.weight | st/latest2: no such file or directory
 cat notes.txt wte.weight | notes.txt
 cat st/step-1 '' | no tensor | `tensormount ls st/step-1` lists the keys
+ls st/step-1 '' | ls: GLOB: this argument is empty
+info st/step-1 '' | info: KEY: this argument is empty
 info st/step-1 wte.wieght | no tensor wte.wieght | did you mean wte.weight
 info st/step-3 | st/step-3: no such file or directory | did you mean st/step-
 layout st/step-1 wte.weigth | wte.weigth | did you mean wte.weight

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mount as users of the command see it. What each file operation does is tested in tests/mount."""
 
+import json
 import os
 import signal
 import subprocess
@@ -30,6 +31,21 @@ class Mount(harness.ToolTest):
             bad = self.run_tool(*where, expect=2)
             self.assertIn("INVALID_ARGUMENT", bad.stderr)
             self.assertIn("must be debug, info, warning or error", bad.stderr)
+
+    def test_stats_reads_long_answers(self):
+        mnt = self.dir / "other"
+        mnt.mkdir()
+        self.mounts.append(mnt)
+        if subprocess.run(["mount", "-t", "tmpfs", "none", mnt], check=False, capture_output=True).returncode != 0:
+            self.skipTest("tmpfs cannot be mounted")
+        stats = mnt / ".tensormount" / "stats"
+        stats.parent.mkdir()
+        stats.write_text(json.dumps({"uptime_seconds": 7, "more": "x" * (3 << 20)}))
+        (seen,) = self.json_lines("stats", mnt)
+        self.assertEqual(seen["uptime_seconds"], 7)
+        with open(stats, "wb") as file:
+            file.truncate(65 << 20)
+        self.fails("stats", mnt, code="INVALID_ARGUMENT", says="the answer has more than 64 MiB")
 
     def test_every_view_shows_every_tensor(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
