@@ -25,8 +25,8 @@ import torchrun  # noqa: E402
 HERE = os.path.dirname(os.path.abspath(__file__))
 FILES = ("test_mapping", "test_serialization", "test_torch_dist", "test_strict", "test_nonpersistent",
          "test_checkpointable", "test_fully_parallel", "test_async_save", "test_global_metadata_reuse",
-         "test_optimizer",
-         "models/test_gpt_model", "models/test_mlp_glu", "models/test_moe_experts")
+         "test_optimizer", "test_msc",
+         "models/test_t5_model", "models/test_gpt_model", "models/test_mlp_glu", "models/test_moe_experts")
 # Errors of tests that need a GPU.
 NEEDS = ("Torch not compiled with CUDA", "TESpecProvider", "TENorm", "TEColumn", "TERow", "Transformer Engine",
          "HAVE_TE", "Grouped GEMM is not available", "sequence parallel not supported by torch LayerNorm")

@@ -154,8 +154,10 @@ class SaveStrategy(strategies.TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: Any, checkpoint_dir: _plugins.PathLike) -> None:
         self._saves.save(self, sharded_state_dict, checkpoint_dir)
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: _plugins.PathLike, *async_strategy: str) -> Any:
-        return self._saves.async_save(self, sharded_state_dict, checkpoint_dir, *async_strategy)
+    def async_save(
+        self, sharded_state_dict: Any, checkpoint_dir: _plugins.PathLike, *args: str, **named: str
+    ) -> Any:
+        return self._saves.async_save(self, sharded_state_dict, checkpoint_dir, *args, **named)
 
 
 # The innermost `install` is the last.
@@ -187,12 +189,12 @@ def _save_now(self: Any, sharded_state_dict: Any, checkpoint_dir: _plugins.PathL
 
 
 def _save_in_background(
-    self: Any, sharded_state_dict: Any, checkpoint_dir: _plugins.PathLike, *async_strategy: str
+    self: Any, sharded_state_dict: Any, checkpoint_dir: _plugins.PathLike, *args: str, **named: str
 ) -> Any:
     """Takes the place of TorchDistSaveShardedStrategy.async_save."""
     if _is_url(checkpoint_dir):
-        return _ORIGINAL["async_save"](self, sharded_state_dict, checkpoint_dir, *async_strategy)
-    return _active[-1]._saves.async_save(self, sharded_state_dict, checkpoint_dir, *async_strategy)
+        return _ORIGINAL["async_save"](self, sharded_state_dict, checkpoint_dir, *args, **named)
+    return _active[-1]._saves.async_save(self, sharded_state_dict, checkpoint_dir, *args, **named)
 
 
 def _reader_of(checkpoint_dir: _plugins.PathLike, *args: Any, **kwargs: Any) -> Any:
@@ -286,8 +288,8 @@ class _Saves:
         modules = getattr(strategies, "get_async_strategy", None)
         request = async_utils.AsyncRequest if modules is None else modules(async_strategy)[1]["AsyncRequest"]
         job, own = self._begin("tm_save_async", strategy, sharded_state_dict, directory)
-        if own is not None:
-            job._refuse(own)
+        # `own` is raised by `finish`: the other ranks get a request, too, and finalize it in collective calls, which a
+        # rank whose save raises here would never join.
         try:
             path = _lock_until_end(job)
         except BaseException:
@@ -295,7 +297,7 @@ class _Saves:
             raise
 
         def finish() -> None:
-            job.wait()
+            _save._await_verdict(job, own)
             self._free_replaced(directory)
 
         return request(_wait_for_lock, (path,), [finish])
