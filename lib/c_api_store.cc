@@ -295,7 +295,7 @@ tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options*
     how.watch = ReadTask(given.task);
     if (given.replace != 0) how.if_exists = tensormount::IfExists::kReplace;
     TENSORMOUNT_ASSIGN_OR_RETURN(how.map, ReadRules(given.key_map));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, tensormount::SplitCheckpointPath(path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, tensormount::SplitAdoptPath(path));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const auto roots,
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_adopt_options.roots"));

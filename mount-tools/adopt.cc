@@ -54,7 +54,7 @@ Result<Outcome> Adopt(const AdoptArgs& args, const Interrupt& interrupt, Termina
   }
   AdoptOptions options;
   TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(args.map));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitAdoptPath(args.destination));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
                                OpenSource(args.source, terminal, LossPolicyOf(args.partial)));
   TENSORMOUNT_RETURN_IF_ERROR(CheckIsForeign(*opened));

@@ -183,8 +183,9 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
                               kept == 1 ? "s" : ""));
     if (report.bytes_freed > 0) terminal.Line(HumanBytes(report.bytes_freed) + " freed");
     if (!report.waiting.empty()) {
-      terminal.Line(fmt::format("{} stay in .trash until `tensormount gc {}` frees them:",
-                                HumanBytes(report.bytes_waiting), store.value().path()));
+      terminal.Line(
+          fmt::format("{} stay in .trash until a later prune or `tensormount gc {}` frees them:",
+                      HumanBytes(report.bytes_waiting), store.value().path()));
       for (const std::string& waits : report.waiting) terminal.Line("  " + waits);
     }
   }

@@ -61,11 +61,19 @@ std::string SuggestSimilarName(FileSystem& host, const std::string& text) {
 
 }  // namespace
 
-Result<FoundSource> ApplyFileOption(FoundSource source, const Terminal& terminal) {
-  if (terminal.file.empty() || source.kind != SourceKind::kForeign) return source;
-  const Result<FileInfo> info = source.fs->Stat(source.path);
-  if (!info.ok() || info.value().kind != FileKind::kDirectory) return source;
-  return FindSource(*source.fs, JoinPath(source.path, terminal.file), terminal.roots);
+Result<FoundSource> ApplyFileOption(FoundSource source, Terminal& terminal) {
+  if (terminal.file.empty()) return source;
+  if (source.kind == SourceKind::kForeign) {
+    const Result<FileInfo> info = source.fs->Stat(source.path);
+    if (!info.ok()) return source;
+    if (info.value().kind == FileKind::kDirectory) {
+      return FindSource(*source.fs, JoinPath(source.path, terminal.file), terminal.roots);
+    }
+  }
+  // No error, because of two sources only one may be such a directory.
+  terminal.Warn(fmt::format("--file {} is ignored: {} is not a directory of another program",
+                            terminal.file, source.path));
+  return source;
 }
 
 Result<FoundSource> FindSourceArgument(const std::string& text, Terminal& terminal) {

@@ -25,7 +25,7 @@ Result<FoundSource> FindSourceArgument(const std::string& text, Terminal& termin
 
 // The file that --file selects in a foreign directory; kNotFound if it does not exist. Other
 // sources, and all sources without --file, are returned unchanged.
-Result<FoundSource> ApplyFileOption(FoundSource source, const Terminal& terminal);
+Result<FoundSource> ApplyFileOption(FoundSource source, Terminal& terminal);
 
 // What OpenSource does if a foreign checkpoint has missing data.
 enum class LossPolicy {

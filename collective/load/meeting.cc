@@ -28,7 +28,7 @@ constexpr std::size_t kCardBytes = 64;
 constexpr std::uint32_t kNeedsProof = 1;
 constexpr std::uint32_t kShortRuns = 2;
 constexpr std::uint32_t kOnDevice = 4;
-constexpr std::uint32_t kCardVersion = 2u << 24;  // The upper byte of Card::flags.
+constexpr std::uint32_t kCardVersion = 3u << 24;  // The upper byte of Card::flags.
 struct Card {
   Hash128 request;
   Hash128 call;
@@ -83,6 +83,7 @@ Hash128 InputHash(const Hash128& request, const Hash128& call, std::uint64_t mac
 
 // Rank 0's answer to the cards.
 struct Opening {
+  bool same_call = true;  // If false, nothing else is set.
   Agreement agreed;
   bool whole = false;  // Whether every rank gets the requests of all ranks.
   bool several_machines = false;
@@ -98,14 +99,11 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
   AgreementMaker maker(kLoadDomain);
   std::uint32_t flags = 0;
   bool on_devices = true;
+  bool same_call = true;
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Card card, DecodeCard(parts[rank], rank));
     cards.push_back(card);
-    if (card.call != cards[0].call) {
-      return Status(Code::kInvalidArgument,
-                    "rank " + std::to_string(rank) +
-                        ": load was called with another path or other options than on rank 0");
-    }
+    same_call = same_call && card.call == cards[0].call;
     ++of_machine[card.machine];
     flags |= card.flags;
     on_devices = on_devices && (card.flags & kOnDevice) != 0;
@@ -113,13 +111,15 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
     const std::uint64_t words[] = {mine.low, mine.high};
     maker.Add(words, card.kept.low);
   }
+  ByteWriter out;
+  out.U8(same_call ? 1 : 0);
+  if (!same_call) return std::move(out.bytes());
   const Agreement agreed = maker.Finish();
   const bool several = of_machine.size() > 1;
   std::uint32_t fullest = 0;
   for (const auto& [machine, ranks] : of_machine) fullest = std::max(fullest, ranks);
   const bool whole = path == LoadPath::kExchange || (flags & kNeedsProof) != 0 ||
                      (several && (flags & kShortRuns) != 0);
-  ByteWriter out;
   WriteAgreement(out, agreed);
   out.U8(whole ? 1 : 0);
   out.U8(several ? 1 : 0);
@@ -135,6 +135,11 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
 Result<Opening> ReadOpening(std::string_view bytes, int ranks) {
   ByteReader in(bytes, "load: the decision that rank 0 sent");
   Opening opening;
+  opening.same_call = in.U8() != 0;
+  if (!opening.same_call) {
+    TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+    return opening;
+  }
   opening.agreed = ReadAgreement(in);
   opening.whole = in.U8() != 0;
   opening.several_machines = in.U8() != 0;
@@ -283,6 +288,7 @@ Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& in
   part.on_device = CommonDevice(request).has_value();
   ByteWriter call;
   call.Hash(CallFingerprint(path, options));
+  part.call_text = EncodeCall(path, options);
   call.Hash(identity);
   call.U32(static_cast<std::uint32_t>(comm.size()));
   part.call = Xxh3(call.bytes());
@@ -320,6 +326,14 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
           prepared.status()));
   const MeetingPart part = std::move(prepared).value();
   TENSORMOUNT_ASSIGN_OR_RETURN(Opening opening, ReadOpening(told, collective.size()));
+  if (!opening.same_call) {
+    return collective
+        .Decide(part.call_text, "load: compare the options of the ranks",
+                [](std::vector<std::string>& calls) -> Result<std::string> {
+                  return NameDifferentCall(calls);
+                })
+        .status();
+  }
   met.plan_reused = opening.agreed.unchanged;
   met.on_devices = opening.on_devices;
   if (opening.agreed.unchanged) {

@@ -44,7 +44,8 @@ struct AgreedPlan {
 struct MeetingPart {
   std::string request;  // The encoded request.
   Hash128 request_hash;
-  Hash128 call;  // Hash of path, options and checkpoint identity.
+  Hash128 call;           // Hash of path, options and checkpoint identity.
+  std::string call_text;  // EncodeCall.
   Hash128 mine;
   std::uint64_t machine = 0;
   int group = 0;
@@ -71,6 +72,7 @@ struct MeetingResult {
 //   1. 64 bytes from each rank: fingerprints of its request, of the call, and of the job whose plan
 //      it has kept; machine, group and needs. If all have kept the plan of this job, the meeting
 //      ends here.
+//      If the calls differ, the ranks send them as text, and the error names the option.
 //   2. The keys that are not stored, and a bit for each requested tensor; skipped if the options
 //      ignore both.
 //   3. Only if some rank needs the requests of the others (a proof by digest, an exchange): one

@@ -4,6 +4,7 @@
 #include "collective/load/request.h"
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/errors.h"
+#include "index/records/common_tree.h"
 #include "shard/coding.h"
 
 namespace tensormount {
@@ -141,28 +143,87 @@ Result<LoadRequest> DecodeRequest(std::string_view bytes) {
   return Status(Code::kDataLoss, std::string(kWhat) + ": " + request.status().message());
 }
 
+std::vector<std::pair<std::string, std::string>> TextsOfCall(std::string_view path,
+                                                             const LoadOptions& options) {
+  constexpr std::array<const char*, 4> kStrict = {"raise", "log", "return", "ignore"};
+  constexpr std::array<const char*, 3> kVerify = {"off", "auto", "leaves"};
+  constexpr std::array<const char*, 3> kPath = {"auto", "direct", "exchange"};
+  constexpr std::array<const char*, 3> kVia = {"auto", "host", "devices"};
+  constexpr std::array<const char*, 3> kGrow = {"error", "zero", "keep"};
+  constexpr std::array<const char*, 4> kGrid = {"error", "by index", "first", "skip"};
+  const auto name = [](const auto& names, auto value) {
+    const auto i = static_cast<std::size_t>(value);
+    return i < names.size() ? std::string(names[i]) : std::to_string(i);
+  };
+  const auto flag = [](bool on) { return std::string(on ? "on" : "off"); };
+  std::string exempt;
+  for (const std::string& glob : options.strict_exempt) {
+    exempt += (exempt.empty() ? "" : ", ") + QuoteJson(glob);
+  }
+  std::string rules;
+  for (const KeyRule& rule : options.rules) {
+    rules += (rules.empty() ? "" : ", ") + QuoteJson(rule.keys) + " (allow_shrink " +
+             flag(rule.rule.allow_shrink) + ", grow " + name(kGrow, rule.rule.grow) +
+             ", convert_dtype " + flag(rule.rule.convert_dtype) + ", grid " +
+             name(kGrid, rule.rule.grid) + ")";
+  }
+  return {{"path", std::string(path)},
+          {"not_stored", name(kStrict, options.not_stored)},
+          {"not_requested", name(kStrict, options.not_requested)},
+          {"strict_exempt (optional keys)", "[" + exempt + "]"},
+          {"rules", "[" + rules + "]"},
+          {"validate", flag(options.validate)},
+          {"verify", name(kVerify, options.verify)},
+          {"read path", name(kPath, options.path)},
+          {"exchange_via", name(kVia, options.exchange_via)},
+          {"reuse_plan", flag(options.reuse_plan)}};
+}
+
+std::string EncodeCall(std::string_view path, const LoadOptions& options) {
+  ByteWriter out;
+  for (const auto& [what, value] : TextsOfCall(path, options)) {
+    out.String(what);
+    out.String(value);
+  }
+  return std::move(out.bytes());
+}
+
 Hash128 CallFingerprint(std::string_view path, const LoadOptions& options) {
   ByteWriter out;
   out.U32(kRequestVersion);
-  out.String(path);
-  out.U8(static_cast<std::uint8_t>(options.not_stored));
-  out.U8(static_cast<std::uint8_t>(options.not_requested));
-  out.U32(static_cast<std::uint32_t>(options.strict_exempt.size()));
-  for (const std::string& glob : options.strict_exempt) out.String(glob);
-  out.U32(static_cast<std::uint32_t>(options.rules.size()));
-  for (const KeyRule& rule : options.rules) {
-    out.String(rule.keys);
-    out.U8(rule.rule.allow_shrink ? 1 : 0);
-    out.U8(static_cast<std::uint8_t>(rule.rule.grow));
-    out.U8(rule.rule.convert_dtype ? 1 : 0);
-    out.U8(static_cast<std::uint8_t>(rule.rule.grid));
-  }
-  out.U8(options.validate ? 1 : 0);
-  out.U8(static_cast<std::uint8_t>(options.verify));
-  out.U8(static_cast<std::uint8_t>(options.path));
-  out.U8(static_cast<std::uint8_t>(options.exchange_via));
-  out.U8(options.reuse_plan ? 1 : 0);
+  out.String(EncodeCall(path, options));
   return Xxh3(out.bytes());
+}
+
+Status NameDifferentCall(const std::vector<std::string>& calls) {
+  constexpr std::size_t kMaxText = std::size_t{1} << 24;
+  constexpr std::size_t kShown = 300;
+  for (std::size_t rank = 1; rank < calls.size(); ++rank) {
+    if (calls[rank] == calls[0]) continue;
+    const std::string who = "rank " + std::to_string(rank);
+    const std::string says =
+        who + ": load was called with another path or other options than on rank 0";
+    ByteReader a(calls[0], "the options that rank 0 sent");
+    const std::string what = "the options that " + who + " sent";
+    ByteReader b(calls[rank], what);
+    while (a.left() > 0 && b.left() > 0) {
+      const std::string_view name = a.String(kMaxText);
+      const std::string_view first = a.String(kMaxText);
+      const std::string_view other_name = b.String(kMaxText);
+      const std::string_view other = b.String(kMaxText);
+      TENSORMOUNT_RETURN_IF_ERROR(a.status());
+      TENSORMOUNT_RETURN_IF_ERROR(b.status());
+      if (name != other_name) break;
+      if (first == other) continue;
+      return Status(Code::kInvalidArgument,
+                    says + ": " + std::string(name) + " is " +
+                        std::string(first.substr(0, kShown)) + " on rank 0 and " +
+                        std::string(other.substr(0, kShown)) + " on " + who);
+    }
+    return Status(Code::kInvalidArgument, says);
+  }
+  return Status(Code::kInvalidArgument,
+                "load was called with different paths or options on the ranks");
 }
 
 }  // namespace tensormount

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tensormount/box.h"
@@ -51,8 +52,15 @@ Result<std::string> EncodeRequest(const StateDict& request);
 // Fails with kDataLoss if the bytes are malformed, with kInvalidArgument if their version differs.
 Result<LoadRequest> DecodeRequest(std::string_view bytes);
 
-// Hash of everything that must be equal on all ranks of a load: path and options.
+// Everything that must be equal on all ranks of a load: path and options, as names and texts for
+// messages. Ranks compare the hash of them, and send them only if the hashes differ.
+std::vector<std::pair<std::string, std::string>> TextsOfCall(std::string_view path,
+                                                             const LoadOptions& options);
 Hash128 CallFingerprint(std::string_view path, const LoadOptions& options);
+std::string EncodeCall(std::string_view path, const LoadOptions& options);
+// Given EncodeCall of every rank, of which some differ: kInvalidArgument, naming the first rank
+// that differs from rank 0 and its option.
+Status NameDifferentCall(const std::vector<std::string>& calls);
 
 }  // namespace tensormount
 

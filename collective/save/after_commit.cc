@@ -2,6 +2,7 @@
 // Retention after a save: calls of index/store/ whose failures go into the report of the save.
 #include "collective/save/after_commit.h"
 
+#include <chrono>
 #include <set>
 
 #include "base/log.h"
@@ -9,6 +10,8 @@
 #include "index/records/inventory.h"
 #include "index/store/pins.h"
 #include "index/store/retention.h"
+#include "index/store/store_moves.h"
+#include "index/store/trash.h"
 
 namespace tensormount {
 namespace {
@@ -16,6 +19,9 @@ namespace {
 // Longest wait, in seconds, for a prune by another process. Short, because the next save removes
 // the checkpoints that this save leaves.
 constexpr double kWaitSeconds = 1;
+
+// Time for what earlier saves had to leave in .trash. The other ranks wait for rank 0 meanwhile.
+constexpr std::chrono::seconds kFreeFor(2);
 
 void AddNote(const Status& failure, SaveReport& report) {
   if (failure.ok()) return;
@@ -41,6 +47,9 @@ Status RemoveBy(FileSystem& fs, const Staging& staging, const SaveOptions& optio
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, staging.store));
   if (options.retention && !replaced.empty()) {
     const Store::GcReport freed = store.FreeTrash({replaced}, fs.NowSeconds());
+    if (freed.removed.empty()) {
+      store_moves::MarkRemovedByRules(fs, JoinPath(staging.store, replaced), staging.name);
+    }
     for (const auto* lines : {&freed.kept, &freed.failed}) {
       for (const std::string& line : *lines) {
         report.not_pruned.push_back(staging.name +
@@ -48,8 +57,9 @@ Status RemoveBy(FileSystem& fs, const Staging& staging, const SaveOptions& optio
       }
     }
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const PruneReport pruned,
-                               retention::Prune(fs, store, prune, {.saved = staging.uuid}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const PruneReport pruned,
+      retention::Prune(fs, store, prune, {.saved = staging.uuid, .free_for = kFreeFor}));
   for (const std::string& note : pruned.notes) AddNote(Status(Code::kNotFound, note), report);
   for (const std::string& waits : pruned.waiting) {
     report.not_pruned.push_back(waits +
@@ -72,6 +82,16 @@ void MarkIfEphemeral(FileSystem& fs, const Staging& staging, const SaveOptions& 
             return pins::MarkEphemeral(fs, staging.store, staging.uuid, staging.name);
           }).WithContext("the checkpoint could not be marked ephemeral"),
           report);
+}
+
+void FreeBefore(FileSystem& fs, const Store& store, const SaveOptions& options) {
+  if (!options.retention) return;
+  // A failure is ignored: the save tells if the disk is full.
+  (void)Guarded([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(store.CheckWritable());
+    (void)trash::FreeLeftovers(store, fs.NowSeconds(), kFreeFor);
+    return {};
+  });
 }
 
 void RemoveByRules(FileSystem& fs, const Staging& staging, const SaveOptions& options,

@@ -17,6 +17,9 @@ namespace tensormount {
 // ever keeps it.
 void MarkIfEphemeral(FileSystem& fs, const Staging& staging, const SaveOptions& options,
                      SaveReport& report);
+// Call before the data are written: with retention rules, frees what earlier saves had to leave in
+// .trash, so that a disk for two checkpoints is enough although a reader kept one for a while.
+void FreeBefore(FileSystem& fs, const Store& store, const SaveOptions& options);
 // Call after the commit: removes checkpoints by the retention rules, and earlier ephemeral ones.
 // `replaced`: Store::Published::replaced. With retention rules its space is freed, too.
 void RemoveByRules(FileSystem& fs, const Staging& staging, const SaveOptions& options,

@@ -360,6 +360,7 @@ class SaveSession {
             const auto begin = [&]() -> Status {
               TENSORMOUNT_ASSIGN_OR_RETURN(const Store store,
                                            Store::OpenOrCreate(*fs_, store_path_, name_));
+              FreeBefore(*fs_, store, options_);
               std::string base;
               const BaseChoice choice = ChooseBase(base);
               TENSORMOUNT_ASSIGN_OR_RETURN(staging_,

@@ -66,9 +66,17 @@ bool Holds(const ExportOptions& options, const TensorEntry& tensor) {
 Status CheckHolds(const ShownCheckpoint& shown, const ExportOptions& options) {
   std::uint64_t lost = 0;
   std::string named;
+  const bool safetensors =
+      options.format == ExportFormat::kSafetensors || options.format == ExportFormat::kHf;
   TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
       0, shown.tensors.count(), [&](std::uint32_t, const TensorEntry& tensor) -> Status {
         if (Holds(options, tensor)) return {};
+        if (safetensors && !InfoOf(tensor.meta.dtype()).safetensors.empty()) {
+          return Status(Code::kUnsupported,
+                        fmt::format("{} cannot hold a tensor named {}: the name is reserved in "
+                                    "safetensors files; rename it with --map RULES.json",
+                                    ExportFormatName(options.format), tensor.meta.key()));
+        }
         if (lost++ < kNamed) {
           named += fmt::format("{}{} ({})", named.empty() ? "" : ", ", tensor.meta.key(),
                                InfoOf(tensor.meta.dtype()).name);

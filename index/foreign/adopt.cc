@@ -207,6 +207,13 @@ Status CheckIsForeign(const OpenedCheckpoint& source) {
                     "`tensormount import` to copy it");
 }
 
+Result<StoreAndName> SplitAdoptPath(const std::string& path) {
+  if (path.find('/') == std::string::npos) {
+    return Status(Code::kInvalidArgument, "adopt " + path + ": the path must be STORE/NAME");
+  }
+  return SplitCheckpointPath(path);
+}
+
 Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& foreign, Store& store,
                                      const std::string& name, const AdoptOptions& options) {
   const CheckpointIndex& index = foreign.index();

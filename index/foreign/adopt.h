@@ -34,6 +34,10 @@ struct AdoptOptions {
 // kUnsupported: the data are not local files.
 Status CheckIsForeign(const OpenedCheckpoint& source);
 
+// SplitCheckpointPath for the destination of an adoption. kInvalidArgument also for a bare name, as
+// in a save, because it would make the current directory a store.
+Result<StoreAndName> SplitAdoptPath(const std::string& path);
+
 // Publishes a foreign checkpoint (OpenedCheckpoint::OpenForeign) as STORE/NAME. Only records are
 // written; the data stay in their files (docs/format.md, "Foreign files"). Pending items are
 // located first. After a failure other than kUnknown the staging directory is moved away. Errors,

@@ -242,7 +242,14 @@ Status BaseLinker::LinkFile(std::uint32_t number, std::uint32_t part, std::uint3
     return Status();
   }
   if (!store_moves::IsLinkRefused(linked)) return linked;
-  if (counts.refused.empty()) counts.refused = linked.message();
+  if (counts.refused.empty()) {
+    // A pinned path (/proc/self/fd/N) means nothing in a message.
+    std::string why = linked.message();
+    if (const std::size_t at = why.find(from); at != std::string::npos) {
+      why.replace(at, from.size(), JoinPath(base_.directory(), file.name));
+    }
+    counts.refused = std::move(why);
+  }
   TENSORMOUNT_RETURN_IF_ERROR(FindRanges(part, parts));
   TENSORMOUNT_RETURN_IF_ERROR(CopyFile(number, *opened, to));
   ++counts.files_copied;

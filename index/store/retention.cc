@@ -23,6 +23,7 @@
 #include "index/store/costs.h"
 #include "index/store/pins.h"
 #include "index/store/store_moves.h"
+#include "index/store/trash.h"
 
 namespace tensormount::retention {
 namespace {
@@ -93,7 +94,8 @@ class Pruner {
         store_(store),
         options_(options),
         now_(context.now != 0 ? context.now : fs.NowSeconds()),
-        saved_(context.saved) {}
+        saved_(context.saved),
+        free_for_(context.free_for) {}
 
   Result<PruneReport> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(store_.CheckWritable());
@@ -111,7 +113,11 @@ class Pruner {
     report_.dry_run = options_.dry_run;
     const bool any =
         std::ranges::any_of(report_.decisions, [](const auto& decision) { return !decision.kept; });
-    if (!any) return std::move(report_);
+    if (!any) {
+      lock.reset();
+      FreeLeftovers();
+      return std::move(report_);
+    }
     // If a checkpoint is to be removed, at least one is readable. The first decision is about the
     // newest readable checkpoint that the rules count (Decide).
     anchor_ = report_.decisions.front();
@@ -120,6 +126,7 @@ class Pruner {
     // FreeTrash takes the lock itself when it moves a pinned checkpoint back.
     lock.reset();
     FreeRemoved();
+    FreeLeftovers();
     return std::move(report_);
   }
 
@@ -286,7 +293,14 @@ class Pruner {
           report_.waiting.push_back(name + line.substr(entry.size()));
         }
       }
+      store_moves::MarkRemovedByRules(fs_, JoinPath(store_.path(), entry), name);
     }
+  }
+
+  // Frees what earlier prunes could not free.
+  void FreeLeftovers() {
+    if (options_.dry_run) return;
+    report_.bytes_freed += trash::FreeLeftovers(store_, now_, free_for_).bytes_freed;
   }
 
   // The reason why the checkpoint must stay now; nullopt if it may be removed.
@@ -307,6 +321,7 @@ class Pruner {
   const PruneOptions& options_;
   const std::int64_t now_;
   const Uuid saved_;
+  const std::chrono::seconds free_for_;
   RetentionRules rules_;
   std::optional<RetentionRules> policy_;  // nullopt: the store has no policy.
   PruneReport report_;
@@ -340,9 +355,11 @@ Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& fai
   }
   const std::uint64_t bytes = own.Sum();
   if (bytes == 0) return failure;
-  return failure.With({.cause = trash + " holds " + HumanBytes(bytes) +
-                                " of removed checkpoints: `tensormount gc " + store +
-                                "` frees those that are no longer read"});
+  const std::string hint = trash + " holds " + HumanBytes(bytes) +
+                           " of removed checkpoints: `tensormount gc " + store +
+                           "` frees those that are no longer read";
+  if (failure.message().find(hint) != std::string::npos) return failure;
+  return failure.WithMessage(failure.message() + "; " + hint).With({.cause = hint});
 }
 
 nlohmann::ordered_json PruneJson(const PruneReport& report) {

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_INDEX_STORE_RETENTION_H_
 #define TENSORMOUNT_INDEX_STORE_RETENTION_H_
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -80,6 +81,8 @@ struct PruneContext {
   Uuid saved;  // The checkpoint that the caller has just committed; zero: none.
   // Current time in seconds since 1970, which tells whether pins have expired. 0: read the clock.
   std::int64_t now = 0;
+  // Limit of the time for what earlier prunes left in .trash (trash::FreeLeftovers).
+  std::chrono::seconds free_for = std::chrono::hours(1);
 };
 Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
                           const PruneContext& context = {});

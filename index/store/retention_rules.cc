@@ -15,6 +15,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kGenerationsUnit = "-generations";
+constexpr std::string_view kExpected = "expected a number above 0 and below 2^64";
 
 Status BadRetentionRule(std::string_view rule, std::string_view why) {
   return Status(Code::kInvalidArgument,
@@ -42,9 +43,9 @@ Result<RetentionRules::Every> ParseEvery(std::string_view rule, std::string_view
   }
   const std::optional<std::uint64_t> count = CountOf(number);
   if (!count) {
-    return BadRetentionRule(rule,
-                            "expected a number above 0 of steps (1000), hours (6h) or generations "
-                            "(5-generations)");
+    return BadRetentionRule(rule, std::string(kExpected) +
+                                      " of steps (1000), hours (6h) or generations "
+                                      "(5-generations)");
   }
   // The number of seconds of a window must not overflow.
   if (every.unit == RetentionRules::Every::Unit::kHours && *count > 100'000'000) {
@@ -67,7 +68,7 @@ Result<RetentionRules::Best> ParseBest(std::string_view rule, std::string_view t
   const std::optional<std::uint64_t> count = CountOf(text.substr(last + 1));
   if (how != "max" && how != "min")
     return BadRetentionRule(rule, "expected max or min before the number");
-  if (!count) return BadRetentionRule(rule, "expected a number above 0 at the end");
+  if (!count) return BadRetentionRule(rule, std::string(kExpected) + " at the end");
   best.metric = std::string(text.substr(0, first));
   best.highest = how == "max";
   best.count = *count;
@@ -103,7 +104,7 @@ Result<RetentionRules> RetentionRules::Parse(std::string_view text) {
                                        : std::string_view(rule).substr(equals + 1);
     if (word == "last" && equals != std::string::npos) {
       const std::optional<std::uint64_t> count = CountOf(value);
-      if (!count) return BadRetentionRule(rule, "expected a number above 0");
+      if (!count) return BadRetentionRule(rule, kExpected);
       if (rules.keep_last != 0)
         return BadRetentionRule(rule, "a rule of this kind was given before");
       rules.keep_last = *count;

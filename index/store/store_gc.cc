@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <limits>
 #include <optional>
 #include <set>
@@ -108,6 +109,21 @@ class Collector {
     SyncDeleted();
   }
 
+  // Deletes what earlier removals had to leave in .trash, as trash::FreeLeftovers describes.
+  void FreeLeftovers(const std::vector<std::string>& names,
+                     const std::vector<DirectoryEntry>& entries,
+                     std::chrono::steady_clock::time_point end) {
+    for (const std::string& name : names) {
+      const Status known = AddLive(name).status();
+      if (!known.ok()) return Fail(name, known);
+    }
+    for (const DirectoryEntry& e : entries) {
+      if (no_locks_ || (deleted_ && std::chrono::steady_clock::now() >= end)) break;
+      if (IsLeftover(e)) DeleteFromTrash(e.name);
+    }
+    SyncDeleted();
+  }
+
   Store::GcReport& report() { return report_; }
 
  private:
@@ -198,6 +214,29 @@ class Collector {
                                          : ": move it back to a name in the store, or remove what "
                                            "holds it"));
     return true;
+  }
+  // Whether an entry of .trash is a removed checkpoint that nothing holds, and that rules removed
+  // or whose grace period is over; or a deletion that was interrupted.
+  bool IsLeftover(const DirectoryEntry& entry) {
+    if (entry.kind != FileKind::kDirectory ||
+        entry.name.find(store_paths::kAbortedSuffix) != std::string::npos) {
+      return false;
+    }
+    const std::string below = JoinPath(store_paths::kTrashFolder, entry.name);
+    if (entry.name.ends_with(kDeletingSuffix)) {
+      return !KeepIfYoung(below, kMaxGcDepth, options_.grace, "being deleted");
+    }
+    const Result<FileInfo> commit = fs_.LinkStat(JoinPath(Path(below), store_paths::kCommitFile));
+    if (!commit.ok() || commit.value().kind != FileKind::kFile) return false;
+    if (!store_moves::IsRemovedByRules(fs_, Path(below))) {
+      const Result<FileInfo> since = fs_.LinkStat(store_moves::TrashMarkPath(Path(below)));
+      // A full disk had no room for the mark, so the grace period begins now, as in gc.
+      if (since.status().code() == Code::kNotFound) store_moves::MarkTrashed(fs_, Path(below));
+      if (!since.ok() || IsYoung(since.value().mtime_seconds, options_.grace)) return false;
+    }
+    // What is held is left to gc, which moves it back and says so.
+    const auto hold = trash::FindHold(fs_, store_, entry.name, now_);
+    return hold.ok() && hold.value().why.empty();
   }
   // Deletes a directory or file and adds it to the report. `lock` is released after all files are
   // deleted. `as`: the path in the report, if it differs from `below`.
@@ -357,6 +396,7 @@ class Collector {
       }
       if (locked.code() == Code::kBusy) return Keep(below, "still being read");
       if (HasNoLocks(locked)) {
+        no_locks_ = true;
         if (!options_.trust_grace) {
           return Keep(below,
                       "this filesystem has no locks, so its readers cannot be seen: pass --grace "
@@ -456,6 +496,7 @@ class Collector {
   std::map<FolderId, std::string> live_;  // Live checkpoints by device and inode.
   Store::GcReport report_;
   bool deleted_ = false;
+  bool no_locks_ = false;  // A COMMIT could not be locked, because the filesystem has no locks.
 };
 
 }  // namespace
@@ -466,6 +507,19 @@ Store::GcReport Store::FreeTrash(const std::vector<std::string>& entries, std::i
   Collector collector(*fs_, path_, options, now);
   const Result<std::vector<std::string>> names = Names();
   if (names.ok()) collector.Free(names.value(), entries);
+  return std::move(collector.report());
+}
+
+Store::GcReport trash::FreeLeftovers(const Store& store, std::int64_t now,
+                                     std::chrono::seconds limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  Collector collector(store.fs(), store.path(), {}, now);
+  // An error is ignored, because the next save or gc frees them.
+  const auto entries =
+      store_moves::ListIfExists(store.fs(), JoinPath(store.path(), store_paths::kTrashFolder));
+  if (!entries.ok() || entries.value().empty()) return {};
+  const Result<std::vector<std::string>> names = store.Names();
+  if (names.ok()) collector.FreeLeftovers(names.value(), entries.value(), end);
   return std::move(collector.report());
 }
 

@@ -11,6 +11,10 @@
 namespace tensormount::store_moves {
 namespace {
 
+// Ends the text of a mark if rules removed the checkpoint. Names have no slash.
+constexpr char kByRules = '/';
+constexpr std::uint64_t kMaxMark = 256;
+
 // Deletes the marks of entries in .trash, so that another entry can be moved there on a full disk.
 // Gc makes the marks again, and their grace periods begin again. Returns false if no mark was
 // deleted.
@@ -181,9 +185,26 @@ void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name
   if (mark.ok() && !name.empty()) (void)mark.value()->WriteAt(0, name.data(), name.size());
 }
 
+void MarkRemovedByRules(FileSystem& fs, const std::string& entry, const std::string& name) {
+  if (!fs.LinkStat(entry).ok()) return;  // A mark of its own would be left behind.
+  MarkTrashed(fs, entry, name);
+  if (!fs.LinkStat(TrashMarkPath(entry)).ok()) return;  // OpenShared would create it.
+  const std::string text = name + kByRules;
+  const auto mark = fs.OpenShared(TrashMarkPath(entry));
+  if (mark.ok()) (void)mark.value()->WriteAt(0, text.data(), text.size());
+}
+
+bool IsRemovedByRules(FileSystem& fs, const std::string& entry) {
+  const Result<std::string> text = fs.ReadFile(TrashMarkPath(entry), kMaxMark);
+  return text.ok() && text.value().ends_with(kByRules);
+}
+
 std::string NameInMark(FileSystem& fs, const std::string& entry) {
-  const Result<std::string> name = fs.ReadFile(TrashMarkPath(entry), 255);
-  return name.ok() && CheckCheckpointName(name.value()).ok() ? name.value() : std::string();
+  const Result<std::string> text = fs.ReadFile(TrashMarkPath(entry), kMaxMark);
+  if (!text.ok()) return {};
+  std::string name = text.value();
+  if (name.ends_with(kByRules)) name.pop_back();
+  return CheckCheckpointName(name).ok() ? name : std::string();
 }
 
 Result<std::string> FindInTrash(FileSystem& fs, const std::string& store, const FileInfo& folder) {

@@ -63,6 +63,11 @@ std::string TrashMarkPath(const std::string& entry);
 // Writes the mark of a trash entry: a file with the entry's old name, whose mtime is now. Failures
 // are ignored, because gc creates missing marks.
 void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name = {});
+// Notes in the mark of a trash entry that rules removed the checkpoint `name`, or that a save
+// replaced it, so that a later one frees it without a grace period. Failures are ignored: the grace
+// period then applies.
+void MarkRemovedByRules(FileSystem& fs, const std::string& entry, const std::string& name);
+bool IsRemovedByRules(FileSystem& fs, const std::string& entry);
 // The old name in the mark of a trash entry; empty if it is unknown.
 std::string NameInMark(FileSystem& fs, const std::string& entry);
 

@@ -2,12 +2,14 @@
 #ifndef TENSORMOUNT_INDEX_STORE_TRASH_H_
 #define TENSORMOUNT_INDEX_STORE_TRASH_H_
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
+#include "index/store/store.h"
 
 // Decides which entries of .trash must stay. Gc deletes the others, and fsck predicts that
 // (docs/steps.md, "Removal and holds").
@@ -35,6 +37,12 @@ Result<Hold> FindHold(FileSystem& fs, const std::string& store, const std::strin
 // the entry back), or if no lock can be made (no locks, full disk).
 Result<bool> MoveBack(FileSystem& fs, const std::string& store, const std::string& entry,
                       const Hold& kept);
+
+// Deletes what earlier saves and prunes had to leave in .trash, for example because it was being
+// read, as Store::FreeTrash does: checkpoints that rules removed, and others after gc's grace
+// period. After `limit` no deletion is begun, except the first. For saves and prunes with rules,
+// whose stores would otherwise grow until a gc.
+Store::GcReport FreeLeftovers(const Store& store, std::int64_t now, std::chrono::seconds limit);
 
 }  // namespace tensormount::trash
 

@@ -396,6 +396,7 @@ TEST(Load, RanksMustAgreeOnPathAndOptions) {
   for (const Status& verdict : verdicts) {
     EXPECT_THAT(verdict, HasCode(Code::kInvalidArgument));
     EXPECT_THAT(verdict, HasMessage("rank 1: load was called with another path or other options"));
+    EXPECT_THAT(verdict, HasMessage("verify is auto on rank 0 and off on rank 1"));
   }
 }
 

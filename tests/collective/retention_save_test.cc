@@ -3,11 +3,13 @@
 // a full disk is told.
 #include <cerrno>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "tensormount/checkpoint.h"
 #include "tensormount/retention.h"
 #include "tensormount/store.h"
 
@@ -127,6 +129,31 @@ TEST_F(RetentionSaveTest, NextSaveRemovesEphemeralCheckpoints) {
   EXPECT_THAT(Left(), ElementsAre("step-1", "step-3", "step-4", "step-5", "step-6"));
 }
 
+// A disk for two checkpoints is enough although a reader kept one for a while.
+TEST_F(RetentionSaveTest, NextSaveFreesWhatAReaderKeptBeforeItWrites) {
+  ASSERT_OK(OneVerdict(SaveStep(1, Retaining("last=1"))));
+  auto reader = Checkpoint::Open(Path("step-1"));
+  ASSERT_OK(reader);
+  ASSERT_OK(OneVerdict(SaveStep(2, Retaining("last=1"))));
+  const auto entries = [&] { return HostFileSystem().List(StorePath() + "/.trash").value(); };
+  EXPECT_THAT(entries(), SizeIs(2)) << "the checkpoint and its mark";
+  reader = Status(Code::kInternal, "closed");
+  std::size_t while_written = 99;
+  std::mutex mutex;
+  ObservedFileSystem watched(HostFileSystem(), [&](const FileEvent& e) {
+    if (e.op == FileOp::kWrite && e.path.find("/data/") != std::string::npos) {
+      const std::lock_guard lock(mutex);
+      while_written = entries().size();
+    }
+    return Status();
+  });
+  SaveOptions options = Retaining("last=1");
+  options.reuse = Reuse::kOff;
+  ASSERT_OK(OneVerdict(SaveStep(3, options, [&](int) -> FileSystem& { return watched; })));
+  EXPECT_EQ(while_written, 0u);
+  EXPECT_THAT(entries(), IsEmpty());
+}
+
 TEST_F(RetentionSaveTest, FullDiskErrorSuggestsGc) {
   ASSERT_OK(OneVerdict(SaveStep(1)));
   ASSERT_OK(OneVerdict(SaveStep(2)));
@@ -145,6 +172,7 @@ TEST_F(RetentionSaveTest, FullDiskErrorSuggestsGc) {
   saved = SaveStep(3, own_files, fs_of);
   EXPECT_THAT(saved[0].status().fields().cause, HasSubstr(" kB of removed checkpoints"));
   EXPECT_THAT(saved[0].status().fields().cause, HasSubstr("`tensormount gc "));
+  EXPECT_THAT(saved[0], HasMessage(" kB of removed checkpoints"));
 }
 
 }  // namespace

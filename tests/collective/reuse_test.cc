@@ -377,7 +377,7 @@ TEST_F(ReuseTest, FilesAreCopiedWhenHardLinksFail) {
     ObservedFileSystem refuses(HostFileSystem(), [&](const FileEvent& e) {
       // Every second one.
       if (e.op != FileOp::kLink || asked++ % 2 != 0) return Status();
-      return Status::FromErrno(error, "link", e.path2);
+      return Status::FromErrno(error, "link " + e.path + " to", e.path2);
     });
     ASSERT_OK_AND_ASSIGN(
         const SaveReport report,
@@ -388,6 +388,7 @@ TEST_F(ReuseTest, FilesAreCopiedWhenHardLinksFail) {
     EXPECT_EQ(report.reused.files_copied + report.reused.files_linked,
               FilesWithInodes(Path(1)).size());
     EXPECT_NE(report.reused.note.find("links were refused"), std::string::npos);
+    EXPECT_EQ(report.reused.note.find("/proc/"), std::string::npos) << report.reused.note;
     for (const auto& [name, info] : FilesWithInodes(Path(2))) EXPECT_EQ(info.mode, 0444u) << name;
     ExpectReads(2);
   }

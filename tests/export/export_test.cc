@@ -422,6 +422,19 @@ TEST_F(ExportTest, DcpExportWritesDictValuesAsItems) {
   EXPECT_EQ(*dict->Find("args.none"), CommonValue(CommonTuple{{"args", "none"}}));
 }
 
+TEST_F(ExportTest, ErrorSaysThatANameIsReservedInSafetensors) {
+  const TinySpec spec = DefaultTinySpec();
+  Write(spec);
+  ExportOptions options;
+  options.format = ExportFormat::kSafetensors;
+  ASSERT_OK_AND_ASSIGN(KeyMap map, KeyMap::FromJson(R"([{"match": ")" + spec.tensors[0].key +
+                                                    R"(", "to": "__metadata__"}])"));
+  options.map = std::make_shared<const KeyMap>(std::move(map));
+  const auto result = Run("reserved", options, 1);
+  EXPECT_THAT(result.status(), HasCode(Code::kUnsupported));
+  EXPECT_THAT(result.status(), HasMessage("named __metadata__: the name is reserved"));
+}
+
 TEST_F(ExportTest, ErrorNamesUnsupportedTensorsAndWritesNothing) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.push_back({.key = "six", .dtype = DType::kF6E2M3, .shape = Dims({4, 4}), .seed = 7});

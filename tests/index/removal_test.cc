@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who removes beside who pins, saves and copies: what was answered holds.
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <limits>
@@ -449,6 +450,80 @@ TEST_F(RemovalTest, UnreadableCheckpointDoesNotStopTheCopy) {
 TEST_F(RemovalTest, CopyWithoutSourcesIsRefused) {
   EXPECT_THAT(CopyCheckpoints(fs(), {}, dir_.Join("other"), {}), HasCode(Code::kInvalidArgument));
   EXPECT_FALSE(fs().Exists(dir_.Join("other")));
+}
+
+// ---- What readers kept in .trash --------------------------------------------------------------
+
+TEST_F(RemovalTest, LaterPruneFreesWhatAReaderKept) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  auto reader = OpenedCheckpoint::Open(fs(), InStore("step-1"), {});
+  ASSERT_OK(reader);
+  const auto first = Prune(fs(), "last=1");
+  ASSERT_OK(first);
+  EXPECT_THAT(first.value().waiting, ElementsAre(HasSubstr("still being read")));
+  // It is still being read, and nothing else is to be removed.
+  ASSERT_OK(Prune(fs(), "last=1"));
+  EXPECT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
+  reader.value().reset();
+  PruneOptions dry;
+  dry.rules = RetentionRules::Parse("last=1").value();
+  dry.dry_run = true;
+  ASSERT_OK(retention::Prune(fs(), MakeStore(), dry));
+  EXPECT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
+  const auto later = Prune(fs(), "last=1");
+  ASSERT_OK(later);
+  EXPECT_GT(later.value().bytes_freed, 0u);
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+}
+
+// `rm` promises gc's grace period. A mark of an abandoned save or of a pinned checkpoint is no
+// removed checkpoint.
+TEST_F(RemovalTest, PruneLeavesInTrashWhatIsNotItsOwn) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  const std::string removed = InStore(".trash/" + UuidOf("step-1").ToString());
+  ASSERT_OK(MakeStore().Remove("step-1"));
+  const std::string aborted = InStore(".trash/" + Uuid::Random().ToString() + ".aborted");
+  ASSERT_OK(fs().CreateDirectory(aborted));
+  ASSERT_OK(Prune(fs(), "last=9"));
+  EXPECT_TRUE(fs().Exists(removed));
+  SetMtime(removed + ".since", fs().NowSeconds() - 61);
+  SetMtime(aborted, fs().NowSeconds() - 100'000);
+  ASSERT_OK(Prune(fs(), "last=9"));
+  EXPECT_FALSE(fs().Exists(removed));
+  EXPECT_TRUE(fs().Exists(aborted));
+}
+
+// After its deadline a save begins no deletion but one.
+TEST_F(RemovalTest, FreeingWhatReadersKeptTakesBoundedTime) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(5));
+  std::vector<std::shared_ptr<OpenedCheckpoint>> readers;
+  for (int i = 1; i <= 4; ++i) {
+    auto reader = OpenedCheckpoint::Open(fs(), InStore("step-" + std::to_string(i)), {});
+    ASSERT_OK(reader);
+    readers.push_back(std::move(reader).value());
+  }
+  ASSERT_OK(Prune(fs(), "last=1"));
+  const auto left = [&] {
+    return std::ranges::count_if(NamesIn(InStore(".trash")),
+                                 [](const std::string& name) { return name.size() == 32; });
+  };
+  EXPECT_EQ(left(), 4);
+  readers.clear();
+  ASSERT_OK(Prune(fs(), "last=1", {.free_for = std::chrono::seconds(0)}));
+  EXPECT_EQ(left(), 3);
+  ASSERT_OK(Prune(fs(), "last=1"));
+  EXPECT_EQ(left(), 0);
+}
+
+TEST_F(RemovalTest, MessageOfAFullDiskTellsWhatTrashHolds) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  ASSERT_OK(MakeStore().Remove("step-1"));
+  const Status full = Status::FromErrno(ENOSPC, "write", "x");
+  const Status told = retention::WithTrashHint(fs(), StorePath(), full);
+  EXPECT_THAT(told.message(), AllOf(HasSubstr(full.message()), HasSubstr("of removed checkpoints"),
+                                    HasSubstr("`tensormount gc ")));
+  // Layers that add it twice say it once.
+  EXPECT_EQ(retention::WithTrashHint(fs(), StorePath(), told).message(), told.message());
 }
 
 }  // namespace

@@ -39,6 +39,12 @@ class Errors(harness.ToolTest):
         for command in ["mount", "import", "adopt", "load", "ls", "info", "cat", "diff", "layout", "verify", "rm", "gc", "fsck", "doctor"]:
             self.assertIn("Example:", self.run_tool(command, "--help").stdout)
 
+    def test_file_option_warns_for_a_source_that_is_no_foreign_directory(self):
+        path = self.save("step-1")
+        for source in (path, self.model):
+            result = self.run_tool("load", source, "--file", "nothere")
+            self.assertIn("warning: --file nothere is ignored", result.stderr)
+
     def test_flipped_byte_error_names_its_place(self):
         path = self.save("step-1", "--shard", "cols", "--ranks", "2", "--placement", "rank-shard")
         (w,) = self.json_lines("info", path, "big")

@@ -119,6 +119,7 @@ export st/step-1 out --to hf --hf-part-size many | many
 export st/step-1 s3://x/y --to npy | s3://x/y: is a URL
 export nothere out --to npy | nothere: no such file or directory
 adopt m.safetensors st/step-1 | st/step-1
+adopt m.safetensors bare | adopt bare: the path must be STORE/NAME
 adopt st/step-1 st/a | st/step-1: already a tensormount checkpoint | `tensormount import`
 adopt empty st/a | empty: the directory is empty
 adopt m.safetensors s3://x/y | s3://x: is a URL
