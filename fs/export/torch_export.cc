@@ -4,6 +4,7 @@
 // data/0, data/1 and so on, the bytes of the tensors, in the order of the shown keys; and the small
 // entries of torch_text.h. The dict is nested by the recorded paths (saved_paths.h); without these
 // it is flat.
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -84,9 +85,9 @@ void BeginOrderedDict(PickleWriter& pickle) {
   pickle.Reduce();
 }
 
-void PickleTree(PickleWriter& pickle, const Tree& tree);
+void PickleTree(PickleWriter& pickle, const Tree& tree, const SavedPaths& paths);
 
-void PickleDict(PickleWriter& pickle, const Tree& tree) {
+void PickleDict(PickleWriter& pickle, const Tree& tree, const SavedPaths& paths) {
   using Kind = SavedPaths::Container::Kind;
   if (tree.container != nullptr && tree.container->kind == Kind::kOrderedDict) {
     BeginOrderedDict(pickle);
@@ -97,10 +98,12 @@ void PickleDict(PickleWriter& pickle, const Tree& tree) {
   const auto put = [&](const CommonKey& key, const Tree& below) {
     if (const auto* number = std::get_if<std::int64_t>(&key)) {
       pickle.Int(*number);
+    } else if (const CommonValue* other = paths.OtherKey(std::get<std::string>(key))) {
+      (void)PickleEncoded(pickle, *other);  // Cannot fail: MakeTree checked the key.
     } else {
       pickle.String(std::get<std::string>(key));
     }
-    PickleTree(pickle, below);
+    PickleTree(pickle, below, paths);
   };
   // Keys are written in the order in which they were saved; keys that a key map made come last.
   std::set<CommonKey> done;
@@ -117,7 +120,7 @@ void PickleDict(PickleWriter& pickle, const Tree& tree) {
 }
 
 // Recursive, to a depth of about kMaxDepth.
-void PickleTree(PickleWriter& pickle, const Tree& tree) {
+void PickleTree(PickleWriter& pickle, const Tree& tree, const SavedPaths& paths) {
   if (tree.leaf != nullptr) {
     const StateValue& leaf = *tree.leaf;
     if (leaf.ordered) {
@@ -139,7 +142,7 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
       for (const std::int64_t index = std::get<std::int64_t>(key); next < index; ++next) {
         pickle.None();
       }
-      PickleTree(pickle, below);
+      PickleTree(pickle, below, paths);
       ++next;
     }
     // None stands for items at the end that are not in the export.
@@ -151,7 +154,7 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
     }
     return;
   }
-  PickleDict(pickle, tree);
+  PickleDict(pickle, tree, paths);
 }
 
 // A plain value that is stored as an object written by torch.save, as our DCP writer stores plain
@@ -194,24 +197,52 @@ Result<std::vector<ObjectValue>> ValuesOfObjects(
   return out;
 }
 
+// Whether a pickle can have an encoded value as the key of a dict. Lists and dicts have no hash.
+bool CanPickleKey(const CommonValue& key) {
+  if (const auto* tuple = key.get_if<CommonTuple>()) {
+    return std::ranges::all_of(tuple->items, CanPickleKey);
+  }
+  if (const auto* tagged = key.get_if<CommonDict>()) {
+    return CanPickleEncoded(key) && tagged->Find(std::string("dict")) == nullptr &&
+           tagged->Find(std::string("odict")) == nullptr &&
+           tagged->Find(std::string("counter")) == nullptr;
+  }
+  return key.get_if<CommonList>() == nullptr;
+}
+
+// Whether a pickle can hold all keys on the path.
+bool CanPickleKeys(const SavedPath& path, const SavedPaths& paths) {
+  return std::ranges::all_of(path, [&](const PathStep& step) {
+    if (step.kind != PathStep::Kind::kOtherKey) return true;
+    const CommonValue* key = paths.OtherKey(std::get<std::string>(step.key));
+    return key != nullptr && CanPickleKey(*key);
+  });
+}
+
 // Makes the state dict, nested by `paths`. If paths contradict each other, it is flat, by key.
 Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<StateValue>& empty,
                       const SavedPaths& paths, ExportPlan& plan) {
   if (paths.nested()) {
     Tree nested;
     bool fits = true;
+    std::vector<std::string> moved;
     for (const StateValue& value : all) {
       std::vector<SavedPath> places =
           value.value == nullptr ? paths.Of(value.key, value.stored)
                                  : std::vector<SavedPath>{paths.OfValue(value.key, value.stored)};
       for (SavedPath& path : places) {
+        if (!CanPickleKeys(path, paths)) {
+          path = {{value.key}};
+          moved.push_back(value.key);
+        }
         if (path.size() > kMaxDepth) path = {{value.key}};
         fits = fits && nested.Put(path, value);
       }
     }
     for (std::size_t i = 0; i < empty.size(); ++i) {
       // If another rank had values in this container, Put fails, and the values are what counts.
-      if (paths.empty()[i].path.size() <= kMaxDepth)
+      const SavedPath& path = paths.empty()[i].path;
+      if (path.size() <= kMaxDepth && CanPickleKeys(path, paths))
         (void)nested.Put(paths.empty()[i].path, empty[i]);
     }
     for (const auto& [path, container] : paths.containers()) {
@@ -224,7 +255,12 @@ Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<Stat
       if (at != nullptr) at->container = &container;
     }
     // The outermost container must be a dict: the state dict.
-    if (fits && !nested.IsList()) return nested;
+    if (fits && !nested.IsList()) {
+      NoteUnsupportedValues(
+          "torch cannot store a key of the dicts around the values, which are at the root", moved,
+          plan);
+      return nested;
+    }
     plan.notes.emplace_back(
         "exported as a flat dict: a value has the path of a dict or list that holds other values");
   }
@@ -263,8 +299,9 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
         return {};
       }));
   const std::size_t tensors = all.size();
-  const SavedPaths paths =
-      SavedPaths::Make(common.values, [&](std::string_view key) { return keys.contains(key); });
+  const SavedPaths paths = SavedPaths::Make(
+      common.values, [&](std::string_view key) { return keys.contains(key); },
+      SavedPaths::OtherKeys::kInPlace);
   std::vector<std::string> lost;
   for (const auto& [name, value] : common.values) {
     if (SavedPaths::IsInternal(name)) continue;
@@ -288,7 +325,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   // From here on `all` and `empty` must not change, because the tree points into them.
   TENSORMOUNT_ASSIGN_OR_RETURN(const Tree tree, MakeTree(all, empty, paths, plan));
   PickleWriter pickle(2);
-  PickleTree(pickle, tree);
+  PickleTree(pickle, tree, paths);
 
   FileBuilder builder;
   ZipWriter zip;

@@ -3,6 +3,9 @@
 #include "index/read/saved_paths.h"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <iterator>
 #include <optional>
@@ -80,11 +83,38 @@ void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begi
   }
 }
 
+// Python's repr of a float.
+std::string ReprOf(double number) {
+  std::array<char, 64> text;
+  const double size = std::abs(number);
+  const bool fixed = size == 0 || (size >= 1e-4 && size < 1e16);
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), number,
+                                 fixed ? std::chars_format::fixed : std::chars_format::scientific);
+  std::string found(text.data(), end.ptr);
+  if (fixed && found.find('.') == std::string::npos) found += ".0";
+  return found;
+}
+
+// The text of a dict key that is neither text nor an integer in a dotted name, as the Python
+// package makes it (step_text in _tree.py).
+std::string TextOfKey(const CommonValue& key) {
+  if (key.get_if<CommonNone>() != nullptr) return "None";
+  if (const bool* flag = key.get_if<bool>()) return *flag ? "True" : "False";
+  if (const double* number = key.get_if<double>()) return ReprOf(*number);
+  // An integer of more than 64 bits is stored as {"int": "0x..."}.
+  const auto* tagged = key.get_if<CommonDict>();
+  const CommonValue* digits = tagged != nullptr ? tagged->Find(std::string("int")) : nullptr;
+  const auto* text = digits != nullptr ? digits->get_if<std::string>() : nullptr;
+  return text != nullptr ? *text : CommonToJson(key);
+}
+
 // Reads the structure of a state dict that the Python package stored (tensormount.tree), entry by
 // entry.
 class StructureReader {
  public:
-  explicit StructureReader(const CommonValue& structure) {
+  using OtherKeys = SavedPaths::OtherKeys;
+  explicit StructureReader(const CommonValue& structure, OtherKeys keep = OtherKeys::kAtRoot)
+      : keep_(keep) {
     const auto* dict = structure.get_if<CommonDict>();
     const CommonValue* nodes = dict != nullptr ? dict->Find(std::string("nodes")) : nullptr;
     const CommonValue* version = dict != nullptr ? dict->Find(std::string("version")) : nullptr;
@@ -94,12 +124,14 @@ class StructureReader {
       leaves.clear();
       empty.clear();
       containers.clear();
+      other_keys.clear();
     }
   }
 
   std::vector<StructureLeaf> leaves;
   std::vector<SavedPaths::Empty> empty;
   std::map<SavedPath, SavedPaths::Container> containers;
+  std::map<std::string, CommonValue> other_keys;
 
  private:
   using Container = SavedPaths::Container;
@@ -151,11 +183,20 @@ class StructureReader {
       const auto* name = key.get_if<std::string>();
       const auto* number = key.get_if<std::int64_t>();
       if (name != nullptr && name->size() > kMostKeyBytes) return false;
-      const std::size_t size = name != nullptr ? name->size() : 8;
       // None, bool, float and tuple keys, which never occur in paths of torch's planners.
-      const bool odd = name == nullptr && number == nullptr;
+      const bool other = name == nullptr && number == nullptr;
+      const bool odd = other && keep_ == OtherKeys::kAtRoot;
+      std::string step;
+      if (other && !odd) {
+        step = std::string(1, '\0') + TextOfKey(key);
+        if (step.size() > kMostKeyBytes) return false;
+        other_keys.try_emplace(step, key);
+      }
+      const std::size_t size = name != nullptr ? name->size() : step.size() + 8;
       if (number != nullptr) {
         path_.push_back({*number, StepKind::kNumberKey});
+      } else if (!step.empty()) {
+        path_.push_back({step, StepKind::kOtherKey});
       } else {
         path_.push_back({name != nullptr ? *name : std::string("?"), StepKind::kName});
       }
@@ -191,6 +232,7 @@ class StructureReader {
   SavedPath path_;
   std::size_t path_bytes_ = 0;
   std::size_t bytes_ = 0;
+  OtherKeys keep_;
   int odd_ = 0;  // Number of keys in the path that are neither text nor integers.
 };
 
@@ -225,7 +267,9 @@ std::string Dotted(const SavedPath& path) {
   for (const PathStep& step : path) {
     if (!text.empty()) text += '.';
     const auto* name = std::get_if<std::string>(&step.key);
-    text += name != nullptr ? *name : std::to_string(std::get<std::int64_t>(step.key));
+    text += name == nullptr                    ? std::to_string(std::get<std::int64_t>(step.key))
+            : step.kind == StepKind::kOtherKey ? name->substr(1)
+                                               : *name;
   }
   return text;
 }
@@ -284,7 +328,8 @@ void SavedPaths::AddMappings(const CommonValue& value) {
 }
 
 SavedPaths SavedPaths::Make(const CommonValues& values,
-                            const std::function<bool(std::string_view)>& has_tensor) {
+                            const std::function<bool(std::string_view)>& has_tensor,
+                            OtherKeys other_keys) {
   SavedPaths out;
   // The stored name of each path. If the structures of two ranks differ (tied on one, separate on
   // the other), the name that belongs only to this path is used.
@@ -302,7 +347,8 @@ SavedPaths SavedPaths::Make(const CommonValues& values,
   out.DropImpossible();
   for (const auto& [name, value] : values) {
     if (!name.starts_with(kStructurePrefix)) continue;
-    StructureReader structure(value);
+    StructureReader structure(value, other_keys);
+    out.other_keys_.merge(structure.other_keys);
     for (auto& [path, container] : structure.containers) {
       const auto at = out.containers_.find(path);
       if (at == out.containers_.end()) {

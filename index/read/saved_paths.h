@@ -26,8 +26,10 @@ inline constexpr std::string_view kPlannerData = "torch.planner_data";
 const std::vector<CommonValue>* ListItems(const CommonValue& value);
 
 struct PathStep {
-  // Kinds of steps. A number is a dict key (kNumberKey) or a position in a list or tuple.
-  enum class Kind { kName, kNumberKey, kListItem, kTupleItem };
+  // Kinds of steps. A number is a dict key (kNumberKey) or a position in a list or tuple. A dict
+  // key that is neither text nor an integer is kOtherKey; `key` then has a NUL, which no other
+  // key has, and the text of the key in dotted names.
+  enum class Kind { kName, kNumberKey, kListItem, kTupleItem, kOtherKey };
   CommonKey key;
   Kind kind = Kind::kName;
   friend bool operator==(const PathStep&, const PathStep&) = default;
@@ -64,9 +66,14 @@ std::string Dotted(const SavedPath& path);
 // of their list. Immutable.
 class SavedPaths {
  public:
+  // Where a structure's values lie that are below a key that is neither text nor an integer (None,
+  // a tuple). kAtRoot: at the root, under their names, as in paths of torch's planners. kInPlace:
+  // in their dict, below a step of the kind kOtherKey.
+  enum class OtherKeys { kAtRoot, kInPlace };
   // Collects the paths in `values`. `has_tensor` returns whether a tensor is stored under a key.
   static SavedPaths Make(const CommonValues& values,
-                         const std::function<bool(std::string_view)>& has_tensor);
+                         const std::function<bool(std::string_view)>& has_tensor,
+                         OtherKeys other_keys = OtherKeys::kAtRoot);
   // Whether a common value (shared or per-rank) only holds paths, and is not a value of the user's
   // program.
   static bool IsInternal(std::string_view name);
@@ -84,6 +91,11 @@ class SavedPaths {
   // Whether the value of a common value is in the Python package's encoding (docs/state-dicts.md,
   // "Encoded values").
   bool IsEncoded(std::string_view name) const { return encoded_.contains(name); }
+  // The key (encoded as by the Python package) of a step of the kind kOtherKey; null: unknown.
+  const CommonValue* OtherKey(const std::string& step) const {
+    const auto at = other_keys_.find(step);
+    return at == other_keys_.end() ? nullptr : &at->second;
+  }
   // Containers that were empty when they were saved, so that no key or name shows them.
   struct Empty {
     SavedPath path;
@@ -95,7 +107,8 @@ class SavedPaths {
   struct Container {
     enum class Kind { kDict, kOrderedDict, kList, kTuple };
     Kind kind = Kind::kDict;
-    // Keys of a dict in order, without keys that are neither text nor integers.
+    // Keys of a dict in order. Keys that are neither text nor integers are as in PathStep, or
+    // missing with OtherKeys::kAtRoot.
     std::vector<CommonKey> order;
     std::int64_t items = 0;  // Length of a list or tuple.
   };
@@ -114,6 +127,7 @@ class SavedPaths {
   std::map<std::string, std::vector<SavedPath>, std::less<>> paths_;
   std::map<std::string, SavedPath, std::less<>> value_paths_;
   std::set<std::string, std::less<>> encoded_;
+  std::map<std::string, CommonValue> other_keys_;
   std::vector<Empty> empty_;
   std::map<SavedPath, Container> containers_;
 };

@@ -486,6 +486,20 @@ class OldDefects(support.Folder):
         tm.save(right, "S/right")
         self.assertEqual(tm.verify("S/right")["warnings"], [])
 
+    def test_keys_that_are_not_text_keep_their_type(self):
+        for key in (None, (1, 2), (None, ("a", 0.5)), 0.5, True, b"x", torch.float32, -1, 3):
+            for value in (torch.zeros(1), 7):
+                with self.subTest(key=key, value=value):
+                    state = {"d": {"a": torch.ones(1), key: value}, "e": {key: {"f": value}}}
+                    tm.save(state, "S/keys", replace=True)
+                    report = tm.export("S/keys", "keys.pt", format="torch", replace=True)
+                    back = torch.load("keys.pt", weights_only=True)
+                    self.assertEqual((repr(back), report["notes"]), (repr(state), []))
+        tm.save({"d": {"a": torch.ones(1), 1 << 80: 7}}, "S/keys", replace=True)
+        report = tm.export("S/keys", "keys.pt", format="torch", replace=True)
+        self.assertIn("torch cannot store a key", str(report["notes"]))
+        self.assertIn("d.0x1", str(report["notes"]))
+
 
 if __name__ == "__main__":
     unittest.main()
