@@ -204,10 +204,27 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tensormount' has no attribute {name!r}")
     from importlib import import_module
 
-    found = import_module("tensormount." + module)
-    value = found if module == name else getattr(found, name)
+    try:
+        found = import_module("tensormount." + module)
+        value = found if module == name else getattr(found, name)
+    except (AttributeError, ImportError) as error:
+        _refuse_in_import(name, error)
+        raise
     globals()[name] = value  # The next look-up finds it without this function.
     return value
+
+
+def _refuse_in_import(name: str, error: Exception) -> None:
+    """BusyError: `error` is that of a signal handler that needs a module whose import it has interrupted."""
+    from sys import modules
+
+    if "partially initialized module" in str(error):
+        kind = getattr(modules.get("tensormount.errors"), "BusyError", None)
+        if kind is not None:
+            raise kind(
+                f"tensormount.{name}: is being imported by the code that this signal handler interrupted; use "
+                f"tensormount.{name} once before the handler is installed"
+            ) from error
 
 
 def __dir__() -> list[str]:

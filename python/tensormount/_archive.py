@@ -70,6 +70,7 @@ class Archive:
         self._job: Optional[_save.SaveJob] = None
         self._finish: Optional[Callable[[], None]] = None
         self._own_group: Optional[Group] = None
+        self._process = os.getpid()
 
     # ---- Saving ----------------------------------------------------------------------------------
 
@@ -113,6 +114,7 @@ class Archive:
 
     def wait(self) -> None:
         """Waits for a background save and raises its failure."""
+        self._leave_parent()
         job, finish, self._job, self._finish = self._job, self._finish, None, None
         if job is not None and finish is not None:
             job.wait()
@@ -191,7 +193,13 @@ class Archive:
             _load.check_same_uuid(uuid, done.uuid)
         return found._replace(state=_torch_values.join(found.state, held, **options))
 
+    def _leave_parent(self) -> None:
+        """In a forked child: forgets the parent's save and group."""
+        if self._process != os.getpid():
+            self._process, self._job, self._finish, self._own_group = os.getpid(), None, None, None
+
     def _group(self) -> Group:
+        self._leave_parent()
         if self._own_group is None:
             distributed = torch.distributed
             several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

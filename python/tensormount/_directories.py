@@ -49,7 +49,7 @@ def remove(places: _plugins.Places, directory: str) -> None:
             raise
         shutil.rmtree(aside)
     except (Error, OSError) as error:
-        log.warning("%s: kept: %s", directory, error)
+        log.warning("%s: kept: %s", directory, str(error).replace(sibling(directory), directory))
 
 
 def free(places: _plugins.Places, directory: str) -> None:

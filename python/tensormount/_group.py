@@ -83,24 +83,29 @@ class _Handle:
 class Use:
     """One use of a group's communicator. It ends with `release`, with the end of `with`, or when it is dropped."""
 
+    _of: Any = None  # A _Handle; None: __init__ was interrupted.
+    _mark: Any = None
+
     def __init__(self, of: _Handle) -> None:
         self._of = of
         self._mark = of.take()
 
     @property
     def address(self) -> int:
-        return self._of.address
+        return int(self._of.address)
 
     @property
     def working(self) -> set[Any]:
-        return self._of.working
+        found: set[Any] = self._of.working
+        return found
 
     def another(self) -> Use:
         """Another use of the same communicator, which ends separately."""
         return Use(self._of)
 
     def release(self) -> None:
-        self._of.give_back(self._mark)
+        if self._of is not None:
+            self._of.give_back(self._mark)
 
     def __enter__(self) -> Use:
         return self
@@ -126,13 +131,14 @@ class Group:
     def __init__(self, address: int, owner: Any = None, kind: str = "tcp") -> None:
         lib = _abi.library()
         self._lib = lib
-        self._open: Optional[_Handle] = _Handle(address, lib.tm_communicator_free, owner)
         self._kind = kind
         self._process = os.getpid()
         self._savers: weakref.WeakSet[Any] = weakref.WeakSet()  # They are closed before the group (_saver.py).
+        self._ended = _abi.ended
+        # After the attributes that close() needs: a signal handler that raises may end this function at any line.
+        self._open: Optional[_Handle] = _Handle(address, lib.tm_communicator_free, owner)
         self._rank = int(lib.tm_communicator_rank(address))
         self._size = int(lib.tm_communicator_size(address))
-        self._ended = _abi.ended
         self._cache: Any = None  # Layouts of earlier saves and loads (_state.py).
 
     # ---- Properties --------------------------------------------------------------------------
@@ -233,6 +239,7 @@ class Group:
         (see `from_env`), or this process is not in `group`.
         """
         distributed = _torch_distributed()
+        check_process_group(group, "of from_torch")
         if not distributed.is_initialized():
             raise UnsupportedError(
                 "torch.distributed has no default process group: call init_process_group first, or "
@@ -572,6 +579,21 @@ def _in_hook() -> bool:
 def _check(status: int) -> None:
     if status:
         _abi.fail(status)
+
+
+def check_process_group(group: Any, where: str) -> None:
+    """InvalidArgumentError: neither None nor a process group of torch. UnsupportedError: one without this process."""
+    if group is None:
+        return
+    distributed = _torch_distributed()
+    if isinstance(group, distributed.ProcessGroup):
+        return
+    if group is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise UnsupportedError(f"group {where}: this process is not in that process group")
+    hint = ": pass the process group of the mesh, mesh.get_group()" if type(group).__name__ == "DeviceMesh" else ""
+    raise InvalidArgumentError(
+        f"group {where} must be a process group of torch.distributed, not {type(group).__name__}{hint}"
+    )
 
 
 def _torch_distributed() -> Any:

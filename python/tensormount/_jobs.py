@@ -570,7 +570,8 @@ class _Handle:
         return self._out.value or 0
 
     def __del__(self) -> None:
-        if not self._ended[0] and self._out.value and self._process == os.getpid():
+        process = getattr(self, "_process", None)  # None: __init__ was interrupted.
+        if process is not None and not self._ended[0] and self._out.value and process == os.getpid():
             self._free(self._out.value)
 
 

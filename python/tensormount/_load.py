@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from glob import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union
 
-from tensormount import _abi, _key_map, _paths, _shards, _tree
+from tensormount import _abi, _key_map, _lost, _paths, _shards, _tree
 from tensormount._checkpoint import open as open_checkpoint
 from tensormount._jobs import EventHook, Job, begin, log, set_hook, set_times
 from tensormount._leaves import ObjectPart, registry
@@ -430,6 +430,7 @@ def _build(
             pending.flat = flat
             if stored is not None:
                 _check_merged(flat, stored, group.size)
+                _check_not_lost(pending, stored, frozenset(keys), values)
                 if hidden or flat.requests_values():
                     there = keys if renamed is None else renamed.new_names()
                     _check_missing(pending, stored, values, hidden, there, policy)
@@ -508,6 +509,42 @@ def _same_cells(a: Any, b: Any, leaf: Any, world_size: int) -> bool:
         if a.read_bytes(at, size) != b.read_bytes(at, size):
             return False
     return True
+
+
+def _check_not_lost(
+    pending: _LoadRequest, stored: Any, keys: Container[str], values: Mapping[str, Any]
+) -> None:
+    """DataLossError: requested data of a foreign checkpoint are lost. Options that let keys be absent do not apply:
+    the checkpoint has these keys."""
+    if stored.uuid is not None or not stored.warnings:
+        return  # Nothing is lost.
+    assert pending.flat is not None
+    objects = frozenset(stored.objects.names())
+    wanted = [key for key, _ in (*pending.objects, *pending.flat.objects()) if not key.startswith(_key_map.HIDDEN)]
+    absent = [key for key in pending.flat.tensors if key not in keys and key not in stored]
+    absent += [key for key in wanted if key not in objects]
+    kept: list[Any] = []
+    ranks = stored._rank_values(pending.group.rank) or stored._rank_values(0)
+    if pending.flat.requests_values():
+        _tree.refill(pending.request, pending.stored_values(values, ranks), kept)
+    absent += map(_tree.dotted, kept)
+    # A list or an empty dict of the request takes all items below its name, of which some may be lost.
+    plain = {**pending.flat.common, **pending.flat.rank_common}
+    containers = [name for name, value in plain.items() if isinstance(value, (list, tuple, dict))]
+    containers += _empty_containers(pending.request, ())
+    if absent or containers:
+        _lost.lost_data(stored, pending.key_map).check(absent, containers)
+
+
+def _empty_containers(request: Any, path: _tree.Path) -> Iterator[str]:
+    """The dotted names of the empty containers in a request."""
+    if type(request) not in (*_tree.SPLIT_DICTS, list, tuple):
+        return
+    if not request:
+        yield _tree.dotted(path)
+    items = request.items() if isinstance(request, dict) else enumerate(request)
+    for key, item in items:
+        yield from _empty_containers(item, (*path, (0, key)))
 
 
 def _check_missing(

@@ -39,12 +39,18 @@ class preemption:
     """
 
     def __init__(self, seconds: float, *, signum: int = signal.SIGTERM) -> None:
-        if not _FOR_CANCEL < seconds:  # NaN is refused, too.
+        # NaN is refused, too.
+        if not isinstance(seconds, (int, float)) or not _FOR_CANCEL < seconds:
             raise InvalidArgumentError(
-                f"preemption: seconds={seconds!r}: must be above {_FOR_CANCEL:g}, the time that cancelling takes"
+                f"preemption: seconds={seconds!r}: must be a number above {_FOR_CANCEL:g}, the time that cancelling takes"
             )
+        try:
+            self._signum = signal.Signals(signum)
+        except ValueError:
+            raise InvalidArgumentError(
+                f"preemption: signum={signum!r}: must be a signal, such as signal.SIGTERM"
+            ) from None
         self._seconds = seconds
-        self._signum = signal.Signals(signum)
         self._process = os.getpid()
         self._watch: Optional[threading.Thread] = None
         self._end = 0.0

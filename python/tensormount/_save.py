@@ -413,7 +413,8 @@ def _group(group: Any) -> Any:
     if group is None:
         return Group.single()
     if not isinstance(group, Group):
-        hint = ": use tm.Group.from_torch(group), once for a job" if type(group).__name__ == "ProcessGroup" else ""
+        name = {"ProcessGroup": "group", "DeviceMesh": "mesh.get_group()"}.get(type(group).__name__)
+        hint = f": use tm.Group.from_torch({name}), once for a job" if name else ""
         raise InvalidArgumentError(f"group must be a tensormount.Group, not {type(group).__name__}{hint}")
     return group
 

@@ -185,7 +185,8 @@ def pack(shards: Sequence[Shard]) -> Tuple[bytes, array.array[int], int]:
 def packed_keys(keys: Sequence[str]) -> bytes:
     text = "\0".join(keys).encode()
     if text.count(b"\0") != max(0, len(keys) - 1):
-        raise LayoutError("a key must not contain NUL")
+        key = next(key for key in keys if "\0" in key)
+        raise LayoutError(f"{key!r}: a key must not contain NUL", key=key)
     return text + b"\0" if keys else b""
 
 

@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 from tensormount import _abi
 from tensormount._checkpoint import open as open_checkpoint
 from tensormount._progress import Progress
-from tensormount._state import path_bytes, rules_text, text, texts
+from tensormount._state import path_bytes, rules_text, texts
 from tensormount._tasks import run_in_background, read_json, call_with_progress
 from tensormount.errors import (
     BusyError,
@@ -74,9 +74,10 @@ class Store:
         staging directory lists all of it).
         """
         given = _abi.PublishOptions(struct_size=ctypes.sizeof(_abi.PublishOptions))
-        given.name = None if name is None else text(name)
+        given.name = None if name is None else _text("name", name)
+        _text("staging", staging)
         path = path_bytes(os.path.join(self.path, ".staging", staging))
-        end = time.monotonic() + wait
+        end = time.monotonic() + _number("wait", wait, "a number of seconds")
         while True:
             # Waits in slices of 0.1 s, so that signal handlers run.
             left = end - time.monotonic()
@@ -115,11 +116,10 @@ class Store:
             >>> tm.Store("STORE").unpin("step-1")
         """
         given = _abi.PinOptions(struct_size=ctypes.sizeof(_abi.PinOptions))
-        given.reason = text(reason)
-        if expires is not None and not 1 <= expires <= 100_000_000_000:
-            raise InvalidArgumentError(
-                f"expires={expires}: must be seconds since 1970, or None for a pin that does not expire"
-            )
+        given.reason = _text("reason", reason)
+        expected = "seconds since 1970 (time.time() + 86400), or None for a pin that does not expire"
+        if expires is not None and not 1 <= _number("expires", expires, expected) <= 100_000_000_000:
+            raise InvalidArgumentError(f"expires={expires!r}: must be {expected}")
         given.expires = 0 if expires is None else int(expires)
         found: dict[str, Any] = read_json("tm_store_pin", self._path_of(name), ctypes.addressof(given))
         return found
@@ -155,7 +155,7 @@ class Store:
         given = _abi.PruneOptions(
             struct_size=ctypes.sizeof(_abi.PruneOptions), dry_run=int(dry_run)
         )
-        given.rules = text(rules)
+        given.rules = _text("rules", rules, 'as text ("last=3,every=1000"), or "policy"')
         path = path_bytes(self.path)
         # The call runs on a thread, which goes on if Ctrl-C ends this function.
         found: dict[str, Any] = run_in_background(
@@ -172,12 +172,14 @@ class Store:
     @policy.setter
     def policy(self, rules: Optional[str]) -> None:
         status = _abi.library().tm_store_set_policy(
-            path_bytes(self.path), None if rules is None else text(rules)
+            path_bytes(self.path), None if rules is None else _text("policy", rules)
         )
         if status:
             _abi.fail(status, {_abi.TM_NOT_FOUND: CheckpointNotFoundError})
 
     def _path_of(self, name: str) -> bytes:
+        if not _text("name", name, "of a checkpoint"):
+            raise InvalidArgumentError(f"{os.fspath(self.path)}: name='': the name of the checkpoint is empty")
         if "/" in name:
             raise InvalidArgumentError(f"{name!r}: the name of a checkpoint must not contain a slash")
         return path_bytes(os.path.join(self.path, name))
@@ -199,15 +201,35 @@ class Store:
         """
         given = _abi.GcOptions(struct_size=ctypes.sizeof(_abi.GcOptions), dry_run=int(dry_run))
         if grace is not None:
-            given.grace_seconds = int(grace) if grace >= 1 else -1
+            given.grace_seconds = int(grace) if _number("grace", grace, "a number of seconds") >= 1 else -1
         if staging_age is not None:
-            given.staging_age_seconds = max(1, int(staging_age))
+            given.staging_age_seconds = max(1, int(_number("staging_age", staging_age, "a number of seconds")))
         path = path_bytes(self.path)
         # The call runs on a thread, which goes on if Ctrl-C ends this function.
         found: dict[str, Any] = run_in_background(
             lambda task: read_json("tm_store_gc", path, ctypes.addressof(given))
         )
         return found
+
+
+def _text(argument: str, value: Any, what: str = "") -> bytes:
+    """A text as bytes for the library. InvalidArgumentError: it is no str, or cannot be passed on."""
+    if not isinstance(value, str):
+        raise InvalidArgumentError(f"{argument}={value!r}: must be a str{' ' * bool(what)}{what}")
+    try:
+        encoded = value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise InvalidArgumentError(f"{argument}={value!r}: contains a surrogate, which UTF-8 cannot express") from None
+    if b"\0" in encoded:
+        raise InvalidArgumentError(f"{argument}={value!r}: must not contain NUL")
+    return encoded
+
+
+def _number(argument: str, value: Any, expected: str) -> Any:
+    """The value. InvalidArgumentError: it is no number."""
+    if not isinstance(value, (int, float)) or value != value:
+        raise InvalidArgumentError(f"{argument}={value!r}: must be {expected}")
+    return value
 
 
 def repair(
@@ -394,7 +416,7 @@ def derive(
     given.drop, given.drop_count = texts(drop, kept)
     given.key_map = rules_text(key_map)
     found: dict[str, Any] = read_json(
-        "tm_derive", path_bytes(path), text(source), ctypes.addressof(given),
+        "tm_derive", path_bytes(path), _text("source", source), ctypes.addressof(given),
         kinds={_abi.TM_NOT_FOUND: NotFoundError},
     )
     return found
@@ -453,7 +475,7 @@ def export(
         try:
             given.replace = flag("replace", replace)
             given.partial = flag("partial", partial)
-            given.format = text(format)
+            given.format = _text("format", format)
             given.key_map = rules_text(key_map)
             given.hf_part_bytes = hf_part_size or 0
             given.hf_rules = rules_text(hf_rules)

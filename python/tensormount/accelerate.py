@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 import accelerate
+import numpy
+import torch
 from accelerate import accelerator as _seam
 from accelerate.utils import DistributedType, load as _load_file
+from accelerate.utils.other import TORCH_SAFE_GLOBALS as _SAFE_GLOBALS
 
 from tensormount import _plugins, _save
 from tensormount._archive import Archive, Content, numbered, numbered_name, scratch
@@ -201,10 +204,11 @@ class register:
             def current() -> dict[str, Any]:
                 return {"extra": numbered("custom_checkpoint", [one.state_dict() for one in custom])}
 
-            found = self._archive.load(
-                source, (model[0], optimizers, False) if model else None,
-                {"map_location": "cpu", **(load_kwargs or {})}, current=current,
-            )
+            with torch.serialization.safe_globals(_safe_globals()):
+                found = self._archive.load(
+                    source, (model[0], optimizers, False) if model else None,
+                    {"map_location": "cpu", **(load_kwargs or {})}, current=current,
+                )
             extra.update(found.state["extra"])
             for name, ones, state in (
                 ("model", models, found.state), ("optim", plain_optimizers, found.state),
@@ -293,6 +297,13 @@ def _replaced(**functions: Any) -> Iterator[None]:
         yield
     finally:
         vars(_seam).update({name: _ORIGINAL[name] for name in functions})
+
+
+def _safe_globals() -> list[Any]:
+    """Classes and functions by which torch.load makes NumPy arrays and scalars, besides its own: those of Accelerate's
+    `load`, and all dtypes. Accelerate itself loads registered objects without a list."""
+    dtypes = [one for one in vars(numpy.dtypes).values() if isinstance(one, type) and issubclass(one, numpy.dtype)]
+    return [*_SAFE_GLOBALS, *dtypes, numpy.float64(0).__reduce__()[0]]
 
 
 def _refuse(accelerator: Any) -> None:

@@ -10,11 +10,12 @@ torch.distributed.checkpoint: run them within `tensormount.torch.patch_dcp()`. T
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import io
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 import lightning
@@ -28,7 +29,7 @@ from tensormount import _directories, _plugins, _save, _torch_values
 from tensormount._checkpoint import open as open_checkpoint
 from tensormount._group import Group
 from tensormount._jobs import log
-from tensormount.errors import AlreadyExistsError, CheckpointNotFoundError, UnsupportedError
+from tensormount.errors import AlreadyExistsError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -90,6 +91,7 @@ class CheckpointIO(_CheckpointIO):
         self._options: dict[str, Any] = {"replace": True, **options}
         self._worker: Optional[_Worker] = None
         self._own_group: Optional[Group] = None
+        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         # Strategies that start processes pickle the plugin. Its thread and its group belong to this process.
@@ -111,6 +113,7 @@ class CheckpointIO(_CheckpointIO):
             return
         options = {**self._options, **(storage_options or {})}
         _save.read_options(**options)
+        self._leave_parent()
         self._wait(directory)
         if not options["replace"] and os.path.lexists(directory):
             raise AlreadyExistsError(f"save {directory}: exists already; pass replace=True to replace it")
@@ -125,18 +128,26 @@ class CheckpointIO(_CheckpointIO):
         if self._own_group is None:
             self._own_group = Group.single()
         if not self._background:
-            _save.save(state, target, self._own_group, objects=objects, **options)
-            self._publish(directory, staging)
+            with _removed_after_failure(staging):
+                _save.save(state, target, self._own_group, objects=objects, **options)
+                self._publish(directory, staging)
             return
-        job = _save.async_save(state, target, self._own_group, objects=objects, **options)
+        with _removed_after_failure(staging):
+            job = _save.async_save(state, target, self._own_group, objects=objects, **options)
         if self._worker is None:
             self._worker = _Worker()
 
         def finish() -> None:
-            job.wait()
-            self._publish(directory, staging)
+            with _removed_after_failure(staging):
+                job.wait()
+                self._publish(directory, staging)
 
-        self._worker.submit(directory, finish)
+        def give_up() -> None:
+            with contextlib.suppress(Exception), _removed_after_failure(staging):
+                job.wait()
+                raise UnsupportedError("an earlier save failed")
+
+        self._worker.submit(directory, finish, give_up)
 
     def load_checkpoint(
         self,
@@ -146,6 +157,7 @@ class CheckpointIO(_CheckpointIO):
     ) -> dict[str, Any]:
         """Loads PATH, on each rank that calls it. `map_location` as for torch.load; None: to host memory."""
         directory = _local(path)
+        self._leave_parent()
         if directory is not None:
             self._wait()
             directory = _resolved(directory)
@@ -178,6 +190,7 @@ class CheckpointIO(_CheckpointIO):
         """Removes PATH and its checkpoint. A pinned checkpoint is kept, with a warning. In the background mode it is
         removed once the saves that were begun before have succeeded."""
         directory = _local(path)
+        self._leave_parent()
         if directory is None:
             _THEIRS.remove_checkpoint(path)
         elif self._worker is None:
@@ -188,6 +201,7 @@ class CheckpointIO(_CheckpointIO):
 
     def teardown(self) -> None:
         """Waits for the saves and removals under way. Raises the first failure that no call has raised."""
+        self._leave_parent()
         self._wait()
         if self._worker is not None:
             self._worker.close()
@@ -207,6 +221,11 @@ class CheckpointIO(_CheckpointIO):
 
     # ---- Implementation ------------------------------------------------------------------------------------
 
+    def _leave_parent(self) -> None:
+        """In a forked child: forgets the worker, whose thread is in the parent only, and the parent's group."""
+        if self._process != os.getpid():
+            self._process, self._worker, self._own_group = os.getpid(), None, None
+
     def _wait(self, directory: Optional[str] = None) -> None:
         """Waits for the saves and removals under way; with `directory` only if one of them is of this directory. Raises
         failures."""
@@ -219,7 +238,8 @@ class CheckpointIO(_CheckpointIO):
             staging = _directories.sibling(directory)
             os.makedirs(staging, exist_ok=True)
         if staging is not None:
-            _put(staging, directory)
+            with _removed_after_failure(staging):
+                _put(staging, directory)
         else:
             os.utime(directory)  # Lightning loads the "last" checkpoint with the newest time.
             _directories.free(self._places, directory)
@@ -235,9 +255,12 @@ class _Worker:
         self._under_way: dict[concurrent.futures.Future[None], str] = {}
         self._failure: Optional[BaseException] = None
 
-    def submit(self, directory: str, call: Any) -> None:
+    def submit(self, directory: str, call: Callable[[], None], give_up: Callable[[], None] = lambda: None) -> None:
+        """`give_up` is called instead of `call` after a failure."""
+
         def run() -> None:
             if self._failure is not None:
+                give_up()
                 return
             try:
                 call()
@@ -258,7 +281,7 @@ class _Worker:
 
     def check(self) -> None:
         if self._failure is not None:
-            concurrent.futures.wait(self._under_way)  # After a failure they do nothing.
+            concurrent.futures.wait(self._under_way)  # After a failure they only remove what they began.
             failure, self._failure = self._failure, None
             raise failure
 
@@ -268,6 +291,8 @@ class _Worker:
 
 def _local(path: _plugins.PathLike) -> Optional[str]:
     """The absolute path; None: it is a URL of another file system."""
+    if not os.fspath(path):
+        raise InvalidArgumentError("path='': the path of the checkpoint is empty; pass a path such as 'out/last.ckpt'")
     fs, local = url_to_fs(os.fspath(path))
     return os.path.abspath(local) if isinstance(fs, LocalFileSystem) else None
 
@@ -297,7 +322,11 @@ def _put(staging: str, directory: str) -> None:
             old = f"{staging}-old"
             shutil.rmtree(old, ignore_errors=True)  # Left by a process that was killed.
             os.rename(directory, old)
-            os.rename(staging, directory)
+            try:
+                os.rename(staging, directory)
+            except BaseException:
+                os.rename(old, directory)
+                raise
         shutil.rmtree(old) if _directories.is_directory(old) else os.unlink(old)
     else:
         os.rename(staging, directory)
@@ -306,6 +335,17 @@ def _put(staging: str, directory: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _removed_after_failure(staging: Optional[str]) -> Iterator[None]:
+    """Removes the incomplete data of a save if the block fails."""
+    try:
+        yield
+    except BaseException:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def _exchange(first: str, second: str) -> None:

@@ -210,10 +210,13 @@ class CheckpointManager(_Base):
             state: Any = self.sd_adapter.to_hf(state_dict)
         except Exception as error:
             state = FailedState(error)  # The save still begins, so that it fails on all ranks.
-        _save.save(state, f"{store}/model", self._ranks(), **{**self._options, "retain": None})
-        export(f"{store}/model", directory, self._ranks(), format="hf", replace=True)
-        if self._ranks().rank == 0:
-            shutil.rmtree(store, ignore_errors=True)
+        try:
+            _save.save(state, f"{store}/model", self._ranks(), **{**self._options, "retain": None})
+            export(f"{store}/model", directory, self._ranks(), format="hf", replace=True)
+        finally:
+            # The other ranks are done with the checkpoint, because both calls have one verdict for all ranks.
+            if self._ranks().rank == 0:
+                shutil.rmtree(store, ignore_errors=True)
 
     def _free_space(self, _: dict[str, Any]) -> None:
         """Runs after a commit. Frees checkpoints that were replaced or removed earlier and were then still in use."""

@@ -2,9 +2,11 @@
 """Checkpoints of other programs from Python: a hub's cache, roots, folders with several sets of weights,
 element types that NumPy or torch lacks."""
 
+import dataclasses
 import json
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import unittest
@@ -158,6 +160,146 @@ class OfTorch(support.Folder):
         dcp.load(state, storage_reader=tm.torch.Reader("dcp.safetensors"), no_dist=True)
         self.assertEqual(state["w"].tolist(), [1, 2, 3])
         self.assertEqual(bytes(state["f4"].view(torch.uint8).flatten().tolist()), data)
+
+    def trained(self):
+        model = torch.nn.Linear(4, 4)
+        optim = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optim.step()
+        return model, optim
+
+    def dcp_folder(self, path, **changes):
+        """A DCP directory of a trained model, whose optimizer's state dict has `changes`."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+        model, optim = self.trained()
+        state = {"model": get_model_state_dict(model),
+                 "optim": {**get_optimizer_state_dict(model, optim), **changes},
+                 "extra": {"step": 3, "list": [1, {"a": 2}]}}
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+        return state
+
+    def damaged(self):
+        """DCP directories whose data file is missing or truncated, each with a part of the message."""
+        full = self._testMethodName
+        self.dcp_folder(full)
+        for how, damage, why in (("gone", os.unlink, "the file is missing"),
+                                 ("cut", lambda path: os.truncate(path, 300), "the file ends after 300 bytes")):
+            name = f"{full}-{how}"
+            shutil.copytree(full, name)
+            damage(f"{name}/__0_0.distcp")
+            yield name, f"{name}: __0_0.distcp: {why}"
+
+    def test_lost_data_are_not_taken_for_not_stored(self):
+        for name, why in self.damaged():
+            for policy in ("raise", "log", "return", "ignore"):
+                for request, key in (({"model": {"weight": torch.zeros(4, 4)}}, "model.weight"),
+                                     ({"extra": {"step": 0}}, "extra.step"),
+                                     ({"extra": {"list": [5, 5]}}, "extra.list.0"),
+                                     ({"extra": {}}, "extra")):
+                    for options in ({}, {"strict_exempt": ["*"]}):
+                        with self.subTest(name=name, key=key, policy=policy, **options):
+                            with self.assertRaisesRegex(tm.DataLossError, why) as caught:
+                                tm.load(request, name, not_stored=policy, **options)
+                            self.assertEqual(caught.exception.key, key)
+            with self.assertRaisesRegex(tm.DataLossError, why):
+                tm.load({}, name, objects=["extra.step"], not_stored="ignore")
+            # Keys that were never saved are still not stored.
+            with self.assertRaises(tm.KeyNotFoundError):
+                tm.load({"other": torch.zeros(1)}, name)
+            self.assertEqual(tm.load({"other": 1}, name, not_stored="return").not_stored, ["other"])
+
+    def test_lost_data_have_the_names_of_the_key_map(self):
+        name, why = next(self.damaged())
+        rules = [{"prefix": "model.", "to": ""}, {"drop": "extra.*"}]
+        with self.assertRaisesRegex(tm.DataLossError, why) as caught:
+            tm.load({"weight": torch.zeros(4, 4)}, name, key_map=rules, not_stored="ignore")
+        self.assertEqual(caught.exception.key, "weight")
+        self.assertEqual(tm.load({"extra": {"step": 7}}, name, key_map=rules, not_stored="ignore").state,
+                         {"extra": {"step": 7}})
+
+    def test_optional_does_not_excuse_lost_data_of_a_training_state(self):
+        for name, why in self.damaged():
+            for options in ({}, {"optional": ["*"]}, {"optional": ["*"], "not_stored": "ignore"}):
+                model, optim = self.trained()
+                before = repr((model.state_dict(), optim.state_dict()))
+                for wanted in ({"model": model}, {"model": model, "optim": optim}, {"extra": {"step": 0}}):
+                    with self.subTest(name=name, wanted=list(wanted), **options):
+                        with self.assertRaisesRegex(tm.DataLossError, why):
+                            tm.torch.load(name, **wanted, **options)
+                self.assertEqual(repr((model.state_dict(), optim.state_dict())), before)
+
+    def test_lost_moments_are_not_taken_for_never_saved(self):
+        # The file of one moment is missing; model and groups are whole.
+        import torch.distributed.checkpoint as dcp
+
+        self.dcp_folder("moments")
+        reader = dcp.FileSystemReader("moments")
+        metadata = reader.read_metadata()
+        data = metadata.storage_data
+        for index, info in list(data.items()):
+            if index.fqn == "optim.state.weight.exp_avg":
+                data[index] = type(info)(relative_path="lost.distcp", offset=info.offset, length=info.length)
+        with open("moments/.metadata", "wb") as file:
+            pickle.dump(metadata, file)
+        model, optim = self.trained()
+        with self.assertRaisesRegex(tm.DataLossError, r"lost\.distcp.*optim\.state\.weight"):
+            tm.torch.load("moments", model=model, optim=optim, optional=["*"])
+        tm.torch.load("moments", model=model)
+        # A tensor of which a part is lost can be opened; reads of the part fail.
+        whole = {"a": torch.arange(8.0), "b": torch.arange(4.0)}
+        dcp.save(whole, checkpoint_id="holes", no_dist=True)
+        metadata = dcp.FileSystemReader("holes").read_metadata()
+        chunk, = metadata.state_dict_metadata["a"].chunks
+        chunk.sizes = torch.Size([4])
+        index, = (one for one in metadata.storage_data if one.fqn == "a")
+        metadata.state_dict_metadata["a"].chunks.append(
+            type(chunk)(offsets=torch.Size([4]), sizes=torch.Size([4])))
+        metadata.storage_data[dataclasses.replace(index, offset=torch.Size([4]), index=1)] = dataclasses.replace(
+            metadata.storage_data[index], relative_path="lost.distcp")
+        with open("holes/.metadata", "wb") as file:
+            pickle.dump(metadata, file)
+        for options in ({}, {"not_stored": "ignore"}):
+            with self.assertRaisesRegex(tm.DataLossError, "a"):
+                tm.load({"a": torch.zeros(8)}, "holes", **options)
+            self.assertEqual(tm.load({"b": torch.zeros(4)}, "holes", **options).state["b"].tolist(), [0, 1, 2, 3])
+
+    def test_dcp_reader_reports_lost_data(self):
+        import torch.distributed.checkpoint as dcp
+
+        for name, why in self.damaged():
+            for state in ({"model": {"weight": torch.zeros(4, 4)}}, {"extra": {"step": 0}}):
+                for partial in (False, True):
+                    with self.subTest(name=name, state=list(state), partial=partial):
+                        with self.assertRaises(BaseException) as caught:
+                            dcp.load(state, storage_reader=tm.torch.Reader(name), no_dist=True,
+                                     planner=dcp.DefaultLoadPlanner(allow_partial_load=partial))
+                        self.assertRegex(str(caught.exception), why)
+
+    def test_tensors_of_a_missing_shard_are_lost(self):
+        put("shards/model-1.safetensors", "")
+        support.write_safetensors("shards/model-1.safetensors", {"w": ("F32", (3,), W)})
+        put("shards/model.safetensors.index.json",
+            json.dumps({"weight_map": {"w": "model-1.safetensors", "b": "model-2.safetensors"}}))
+        state = {"w": torch.zeros(3)}
+        tm.load(state, "shards")
+        self.assertEqual(state["w"].tolist(), [1, 2, 3])
+        with self.assertRaisesRegex(tm.DataLossError, "model-2.safetensors.*lost: b"):
+            tm.load({"b": torch.zeros(3)}, "shards", not_stored="ignore")
+        self.assertEqual(tm.load({"c": torch.zeros(3)}, "shards", not_stored="return").not_stored, ["c"])
+
+    def test_saved_empty_groups_are_refused_before_the_load(self):
+        state = self.dcp_folder("dcp", param_groups=[])
+        tm.save(state, "store/a")
+        for source in ("dcp", "store/a"):
+            for options in ({}, {"optional": ["*"]}):
+                model, optim = self.trained()
+                before = repr((model.state_dict(), optim.state_dict()))
+                with self.subTest(source=source, **options):
+                    with self.assertRaisesRegex(tm.LayoutError, "parameter groups: .*empty list"):
+                        tm.torch.load(source, model=model, optim=optim, **options)
+                    self.assertEqual(repr((model.state_dict(), optim.state_dict())), before)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from unittest import mock
 import ranks
 import support
 import tensormount as tm
-from tensormount import _group
+from tensormount import _abi, _group, _jobs
 from tensormount._group import _DirectoryStore
 
 try:
@@ -291,6 +291,19 @@ class Environment(unittest.TestCase):
 
 
 class Groups(support.Folder):
+    def test_interrupted_construction_is_cleaned_up(self):
+        library = _abi.library()
+        raised = []
+        with mock.patch.object(sys, "unraisablehook", raised.append):
+            for name in ("tm_communicator_rank", "tm_communicator_size"):
+                with mock.patch.object(library, name, side_effect=KeyboardInterrupt):
+                    with self.assertRaises(KeyboardInterrupt):
+                        tm.Group.single()
+            tm.Group.__new__(tm.Group).__del__()
+            _group.Use.__new__(_group.Use).__del__()
+            _jobs._Handle.__new__(_jobs._Handle).__del__()
+        self.assertEqual(raised, [])
+
     def test_group_saves_and_loads(self):
         self.assertEqual(ranks.run("group_test:save_and_load", 4), ["fine\n"] * 4)
         self.assertEqual(ranks.run("group_test:load_elsewhere", 3), ["fine\n"] * 3)

@@ -48,6 +48,26 @@ class Import(unittest.TestCase):
             tensormount.nothing
         self.assertNotIn("open", tensormount.__all__)
 
+    def test_a_signal_handler_that_interrupts_an_import_hears_it(self):
+        told = python("-c", '''if True:
+            import sys, tensormount as tm
+
+            class Interrupt:  # Runs in the middle of the import, like a signal handler.
+                def find_spec(self, name, path=None, target=None):
+                    if name == "tensormount._shards":
+                        sys.meta_path.remove(self)
+                        try:
+                            tm.async_save
+                        except tm.BusyError as error:
+                            print(error)
+
+            tm.BusyError
+            sys.meta_path.insert(0, Interrupt())
+            tm.save
+            print(tm.async_save.__name__)
+            ''').stdout
+        self.assertRegex(told, "(?s)^BUSY: tensormount.async_save: is being imported .* handler .*once before.*async_save$")
+
     def test_type_hints_resolve(self):
         import typing
 

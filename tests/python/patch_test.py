@@ -264,6 +264,39 @@ class Patch(support.Folder):
                 dcp.save({"w": torch.ones(3)}, checkpoint_id="kept")
         self.assertEqual({one["checkpoint"] for one in tm.Store("kept").list()}, {"best", "tm-state"})
 
+    def test_groups_of_other_kinds_are_refused_with_a_remedy(self):
+        mesh = type("DeviceMesh", (), {})()
+        for wrong, remedy in ((0, "int"), ("world", "str"), ([0], "list"), (dcp, "module"), (mesh, r"mesh.get_group\(\)")):
+            for call in (lambda: tm.torch.Writer("wrong/a", group=wrong), lambda: tm.Group.from_torch(wrong),
+                         lambda: tm.save({}, "wrong/a", wrong)):
+                with self.assertRaisesRegex(tm.InvalidArgumentError, f"group .*must be .*{remedy}"):
+                    call()
+        self.assertFalse(os.path.exists("wrong"))
+
+    def test_a_writer_in_a_forked_process_begins_anew(self):
+        writer = tm.torch.Writer("forked/a")
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                dcp.save({"w": torch.ones(2)}, storage_writer=writer, checkpoint_id="forked/b")
+                status = 0
+            finally:
+                os._exit(status)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        self.assertEqual(len(tm.Store("forked").list()), 2)
+
+    def test_a_directory_below_a_checkpoint_is_refused_with_a_remedy(self):
+        with tm.torch.patch_dcp():
+            for path in ("below/step-1", "below", "below/step-1"):
+                dcp.save({"w": torch.ones(2)}, checkpoint_id=path)
+            with self.assertRaisesRegex(BaseException, "below is a store.*store=DIR"):
+                dcp.save({"w": torch.ones(2)}, checkpoint_id="below/step-2")
+        with tm.torch.patch_dcp(store="below-store/all"):
+            for path in ("below-store/out/step-1", "below-store/out", "below-store/out/step-2"):
+                dcp.save({"w": torch.ones(2)}, checkpoint_id=path)
+
     def test_a_subclass_that_does_not_save_is_refused(self):
         with tm.torch.patch_dcp():
             class Own(dcp.FileSystemWriter):

@@ -166,6 +166,12 @@ class Preemption(support.Folder):
         for seconds in (0, -1, 2, float("nan")):
             with self.assertRaisesRegex(tm.InvalidArgumentError, "above 2"):
                 tm.preemption(seconds=seconds)
+        for wrong in ("x", None, [30]):
+            with self.assertRaisesRegex(tm.InvalidArgumentError, "seconds=.* a number above 2"):
+                tm.preemption(wrong)
+        for wrong in (0, "x", None, 1000):
+            with self.assertRaisesRegex(tm.InvalidArgumentError, "signum=.* a signal"):
+                tm.preemption(30, signum=wrong)
         self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
 
 

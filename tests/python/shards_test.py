@@ -504,8 +504,9 @@ class Packing(unittest.TestCase):
     def test_nul_in_a_key_is_refused(self):
         import numpy as np
 
-        with self.assertRaisesRegex(LayoutError, "NUL"):
-            pack(describe("a\0b", np.ones(1)))
+        with self.assertRaisesRegex(LayoutError, r"'a\\x00b': a key must not contain NUL") as caught:
+            pack(describe("a", np.ones(1)) + describe("a\0b", np.ones(1)))
+        self.assertEqual(caught.exception.key, "a\0b")
 
 
 class ByHand(unittest.TestCase):

@@ -463,6 +463,48 @@ class Registered(support.Folder):
             run.accelerator.load_state("scaler/a")
             self.assertEqual(run.accelerator.scaler.get_scale(), 8.0)
 
+    def test_states_with_numpy_values_load(self):
+        state = {
+            "array": numpy.arange(3), "bits": numpy.zeros(2, bool), "text": numpy.array(["a"]),
+            "float": numpy.float32(2.5), "int": numpy.int64(3), "random": numpy.random.RandomState(0).get_state(),
+        }
+        run, again = Run(), Run()
+        run.counter.state = state
+        with tm.accelerate.register(run.accelerator):
+            run.accelerator.save_state("numpy/a")
+        before = set(torch.serialization.get_safe_globals())
+        with tm.accelerate.register(again.accelerator):
+            again.accelerator.load_state("numpy/a")
+            self.assertEqual(repr(again.counter.state), repr(state))
+            self.assertEqual(set(torch.serialization.get_safe_globals()), before)
+            # Other classes are loaded if the caller says so.
+            again.counter.state = {"folder": Run}
+            again.accelerator.save_state("numpy/b")
+            with self.assertRaisesRegex(tm.UnsupportedError, "folder"):
+                again.accelerator.load_state("numpy/b")
+            again.accelerator.load_state("numpy/b", load_kwargs={"weights_only": False})
+            self.assertEqual(again.counter.state, {"folder": Run})
+
+    def test_a_forked_process_begins_anew(self):
+        run = Run()
+        for background in (False, True):
+            with tm.accelerate.register(run.accelerator, background=background):
+                run.accelerator.save_state(f"forked/{background}/a")
+                run.accelerator.load_state(f"forked/{background}/a")  # Waits for the save.
+                child = os.fork()
+                if child == 0:
+                    status = 1
+                    try:
+                        signal.alarm(60)
+                        run.accelerator.load_state(f"forked/{background}/a")
+                        run.accelerator.save_state(f"forked/{background}/b")
+                        run.accelerator.load_state(f"forked/{background}/b")
+                        status = 0
+                    finally:
+                        os._exit(status)
+                self.assertEqual(os.waitpid(child, 0)[1], 0, background)
+                run.accelerator.save_state(f"forked/{background}/c")
+
     def test_unsupported_setups_are_refused(self):
         run = Run()
         with tm.accelerate.register(run.accelerator):

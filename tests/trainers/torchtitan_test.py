@@ -693,6 +693,16 @@ class Manager(support.Folder):
         with self.assertRaises(tm.AlreadyExistsError):
             manager.save(1)
 
+    def test_a_failed_export_leaves_no_copy_of_the_model(self):
+        manager = self.manager(folder="failed")
+        manager.sd_adapter = mock.Mock(to_hf=dict)
+        for name in ("export", "_save.save"):
+            with mock.patch(f"tensormount.torchtitan.{name}", side_effect=tm.ResourceExhaustedError("disk full")):
+                with self.assertRaisesRegex(tm.ResourceExhaustedError, "disk full"):
+                    manager._save_hf({"w": torch.ones(9)}, f"{self.dump}/failed/step-5")
+            left = f"{self.dump}/failed-hf"
+            self.assertEqual(os.listdir(left) if os.path.isdir(left) else [], [])
+
     def test_a_disabled_manager_does_nothing(self):
         manager = self.manager(enable=False)
         self.assertFalse(manager.save(1) or manager.load())

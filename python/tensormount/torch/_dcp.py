@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
-from tensormount import _abi, _dtypes, _load, _paths, _save, _shards, _tree, _values
+from tensormount import _abi, _dtypes, _load, _lost, _paths, _save, _shards, _tree, _values
 from tensormount._checkpoint import open as open_checkpoint
-from tensormount._group import Group
+from tensormount._group import Group, check_process_group
 from tensormount._held import Shards
 from tensormount._jobs import begin, log
 from tensormount._leaves import dtensors, tensors
@@ -109,6 +109,13 @@ class Writer(_CheckpointPath, StorageWriter):
     ) -> None:
         self._path = None if path is None else os.fspath(path)
         self._objects = {key: _save._bytes(key, data) for key, data in (objects or {}).items()}
+        if not isinstance(group, Group):
+            check_process_group(group, "of a Writer")
+            if group is not None and not _has_process_group():
+                raise InvalidArgumentError(
+                    "group of a Writer: torch.distributed has no default process group any more; call "
+                    "init_process_group first, or leave out group="
+                )
         self._process_group = None if isinstance(group, Group) else group
         self._group = group if isinstance(group, Group) else None
         self._given_group = isinstance(group, Group)
@@ -224,6 +231,8 @@ class Writer(_CheckpointPath, StorageWriter):
         known = isinstance(assigned, tuple) and len(assigned) == 2
         token, members = assigned if known else (None, ())
         own = not self._given_group and self._process_group is None
+        if self._group is not None and not self._given_group and self._group._process != os.getpid():
+            self._group = self._token = None  # Made before this process was forked.
         if self._group is not None and own and known and token != self._token:
             self._group.close()
             self._group = None
@@ -423,10 +432,12 @@ class Reader(_CheckpointPath, StorageReader):
         self._names: Optional[_dcp_names.DcpNames] = None
         self._common: Optional[dict[str, Any]] = None
         self._object_keys: Optional[frozenset[str]] = None
+        self._lost: Optional[_lost.Lost] = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__, "_checkpoint": None, "_names": None, "_common": None, "_object_keys": None,
+            "_lost": None,
         }
 
     def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
@@ -434,7 +445,7 @@ class Reader(_CheckpointPath, StorageReader):
         self._checkpoint = None
         self._resolved = None
         self._names = None
-        self._common = self._object_keys = None
+        self._common = self._object_keys = self._lost = None
 
     def _opened(self) -> Any:
         if self._checkpoint is None:
@@ -480,6 +491,10 @@ class Reader(_CheckpointPath, StorageReader):
                 chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
             )
         found.update({fqn: BytesStorageMetadata() for fqn in (*named.values, *named.made)})
+        # Lost data have neither shape nor type here. They are listed, so that a plan with them fails in read_data, and
+        # not as keys that were never saved, which DCP lets be absent (allow_partial_load).
+        self._lost = _lost.lost_data(checkpoint)
+        found.update({key: BytesStorageMetadata() for key in self._lost.keys() if key not in found})
         return Metadata(state_dict_metadata=found, planner_data=named.paths)
 
     def set_up_storage_reader(
@@ -503,16 +518,30 @@ class Reader(_CheckpointPath, StorageReader):
         done.set_result(None)
         return done
 
+    def _check_not_lost(self, checkpoint: Any, plan: LoadPlan, planner: Any) -> None:
+        """DataLossError: data of the plan, or of what DCP let be absent from it, are lost."""
+        if self._lost is None:  # read_metadata ran on another rank only.
+            self._lost = _lost.lost_data(checkpoint)
+        if not self._lost:
+            return
+        named = self._dcp_names()
+        there = {*named.tensors, *named.values, *named.made}
+        planned = [item.storage_index.fqn for item in plan.items]
+        requested = getattr(planner, "state_dict", None)
+        absent = [fqn for fqn in (*planned, *(requested or ())) if fqn not in there]
+        self._lost.check([fqn for fqn in absent if isinstance(fqn, str)])
+
     def _close(self) -> None:
         """Closes the checkpoint, which would keep its space after it is replaced or removed."""
         if self._checkpoint is not None:
             self._checkpoint.close()
-        self._checkpoint = self._names = self._common = self._object_keys = None
+        self._checkpoint = self._names = self._common = self._object_keys = self._lost = None
 
     def _read_data(self, plan: LoadPlan, planner: Any) -> None:
         checkpoint = self._opened()
         _refuse_strided(planner)
         named = self._dcp_names()
+        self._check_not_lost(checkpoint, plan, planner)
         built = State()
         shards = []
         copies: list[tuple[Any, Any]] = []

@@ -189,6 +189,18 @@ class FileSystemWriter(_dcp.Writer):
         os.makedirs(self._directory, exist_ok=True)
         return super().prepare_local_plan(plan)
 
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except InvalidArgumentError as error:
+            if self._places.store is not None or "cannot create a store there" not in error.message:
+                raise
+            raise type(error)(
+                f"{error.message}. A save to a directory makes it a store of one checkpoint: save the checkpoint of "
+                "the upper directory to another one beside these, or all to one store, with store=DIR",
+                rank=error.rank,
+            ) from error
+
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
         if self._places.store is None and self._options.get("replace"):

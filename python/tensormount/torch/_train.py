@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tensormount import _abi, _key_map, _load, _save, _saver, _stateful, _tree
+from tensormount import _abi, _key_map, _load, _lost, _save, _saver, _stateful, _tree
 from tensormount._jobs import log
 from tensormount._state import FailedState
 from tensormount._tree import PerRank
@@ -202,15 +202,16 @@ class _TrainRequest:
         self.added: list[str] = []  # Keys of added parameters and groups, which keep their values.
         self.new_options: list[str] = []
         if self.saved is not None:
+            self.saved.check_not_lost(self.groups)
             self.empty = _remove_unsaved(wanted, self.saved)
-            if self.saved.groups:
+            if self.saved.groups is not None:
                 self.stored = _stored_groups(self.groups, self.saved.groups)
                 self.new_options = _remove_new_options(wanted, self.saved.groups, self.stored)
 
     def check_added(self, source: PathLike, optional: Sequence[str], options: dict[str, Any]) -> None:
         """KeyNotFoundError: parameters without requested moments were added to the optimizer since the save, and the
         options of the load do not allow that."""
-        if self.stored is None or self.saved is None:
+        if self.stored is None or self.saved is None or self.saved.groups is None:
             return
         state = self.request["optim"].get("state", {})
         added = [
@@ -478,12 +479,20 @@ def _moments_to_fill(
 
 class _SavedOptimizer(NamedTuple):
     """An optimizer in a checkpoint: its moments by parameter (None: unknown, all are requested), all its parameters,
-    and its parameter groups."""
+    and its parameter groups (None: unknown)."""
 
     moments: Optional[dict[str, Any]]
     parameters: frozenset[str]
-    groups: list[Any]
+    groups: Optional[list[Any]]
     uuid: Optional[str]  # The uuid of the checkpoint.
+    lost: _lost.Lost
+
+    def check_not_lost(self, groups: Sequence[dict[str, Any]]) -> None:
+        """DataLossError: the saved groups, or moments of parameters in `groups`, are lost. Comes before the groups are
+        compared, and before moments are taken for never saved."""
+        names = ["optim.param_groups"]
+        names += [f"optim.state.{name}" for group in groups for name in group["params"]]
+        self.lost.check(["optim.param_groups"] if self.groups is None else [], names)
 
 
 def _saved_optimizer(
@@ -494,20 +503,21 @@ def _saved_optimizer(
     with _load._try_open(source, roots) as checkpoint:
         if checkpoint is None:
             return None
-        uuid = checkpoint.uuid
+        uuid, lost = checkpoint.uuid, _lost.lost_data(checkpoint, key_map)
         stored = _load._stored_state(checkpoint._values(), checkpoint._rank_values(0), {"optim": None})
     if key_map is not None:
         stored = _key_map.renamed_values({"optim": None}, stored, key_map)
     optim = stored.get("optim") if isinstance(stored, dict) else None
     if not isinstance(optim, dict):
+        lost.check(["optim.param_groups"])
         return None
     moments, groups = optim.get("state"), optim.get("param_groups")
     moments = moments if isinstance(moments, dict) else None
-    groups = groups if isinstance(groups, list) else []
+    groups = groups if isinstance(groups, list) else None
     named: set[str] = set()
-    for group in groups:
+    for group in groups or ():
         named.update(_params_of(group) or ())
-    return _SavedOptimizer(moments, frozenset(named), groups, uuid)
+    return _SavedOptimizer(moments, frozenset(named), groups, uuid, lost)
 
 
 def _params_of(group: Any) -> Optional[frozenset[str]]:
@@ -541,6 +551,11 @@ def _stored_groups(
 ) -> list[Optional[int]]:
     """For each group the index of the stored group with the same parameters, apart from parameters that no stored
     group had; None: it has only those. LayoutError: the groups cannot be matched."""
+    if groups and not stored:
+        raise LayoutError(
+            f"{_OTHER_GROUPS}: the checkpoint has an empty list of groups, this optimizer has {len(groups)}",
+            key="optim.param_groups",
+        )
     names = [_params_of(group) for group in stored]
     where = {name: number for number, params in enumerate(names) for name in params or ()}
     found: list[Optional[int]] = []
