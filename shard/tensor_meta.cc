@@ -61,9 +61,9 @@ bool RunOfTrailingAxes(const Box& box, const Dims& shape, int from, std::int64_t
 }
 
 // ByteRegion for types below one byte; the axes from `merged` on form one axis of bytes
-// (FirstMergedAxis). If the cells are one run of the merged axis, the run scales by bits / 8. If
-// they are whole runs in several rows, the result is the box of these runs, or for a flat range a
-// flat range. A region that begins or ends inside a byte, such as a column of half bytes, fails.
+// (FirstMergedAxis). If the cells are in one row of the merged axis, their run scales by bits / 8.
+// Otherwise they must be the same run of several rows: a box stays a box, a flat range a flat
+// range. A region that begins or ends inside a byte, such as a column of half bytes, fails.
 Result<Region> SubByteRegion(DType dtype, const Dims& shape, const Region& region, int merged) {
   const std::int64_t bits = InfoOf(dtype).bits;
   const Box& box = region.box();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loads in the background. AsyncLoad starts a thread that waits until the previous background load
 // of the communicator has ended, and then runs an ordinary load. If no thread can be started, the
-// caller's thread does this, and the load fails.
+// caller's thread runs the load with a failed request, so that the other ranks learn of the
+// failure.
 #include "tensormount/async_load.h"
 
 #include <algorithm>

@@ -426,7 +426,8 @@ Status BulkTransport::CheckSamePlans() {
                                             std::to_string(exchange_.number))
           .With({.rank = static_cast<int>(r)});
     }
-    // If a rank is two exchanges ahead, only its later plan is compared.
+    // A seat has only the last note of its rank. If the rank is two exchanges ahead, its earlier plan
+    // is not compared.
     if (rank() == 0 && !seat.said_goodbye && seat.begun == exchange_.number &&
         seat.plan != plan_hash_) {
       return Status(Code::kInternal, "rank " + std::to_string(r) +

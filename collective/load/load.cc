@@ -190,6 +190,7 @@ class LoadJob {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
       part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
       TENSORMOUNT_RETURN_IF_ERROR(part.status());
+      TENSORMOUNT_RETURN_IF_ERROR(CheckNotLost(part.value().resolved->skipped));
       // A background load exchanges through host memory, unless the caller requires devices. This
       // rank reports that it is not on a device, and then no rank exchanges between devices.
       if (control_.background && options_.exchange_via == ExchangeVia::kAuto) {
@@ -211,6 +212,29 @@ class LoadJob {
   }
 
   // Collective: validates the tensors that all ranks request, like those of a save.
+  // kDataLoss: data of absent requested keys are lost. An option that lets keys be absent does not
+  // apply, because the checkpoint has these keys. `absent`: sorted.
+  Status CheckNotLost(const std::vector<std::string>& absent) const {
+    if (absent.empty()) return {};
+    for (const ForeignLoss& loss : checkpoint_->lost()) {
+      const std::string* found = nullptr;
+      for (const std::vector<std::string>* keys : {&loss.tensors, &loss.objects}) {
+        const auto wanted = [&](const std::string& key) {
+          return std::ranges::binary_search(absent, key);
+        };
+        const auto at = std::ranges::find_if(*keys, wanted);
+        if (found == nullptr && at != keys->end()) found = &*at;
+      }
+      // A loss whose keys are unknown may contain any key.
+      if (loss.tensors.empty() && loss.objects.empty()) found = &absent.front();
+      if (found == nullptr) continue;
+      return Status(Code::kDataLoss,
+                    checkpoint_->directory() + ": " + loss.ToString() + "; requested: " + *found)
+          .With({.key = *found});
+    }
+    return {};
+  }
+
   Status Validate() {
     StateDict tensors;
     const Status copied = Guarded([&]() -> Status {

@@ -46,7 +46,7 @@ bool CanPickleEncoded(const CommonValue& value);
 
 // Add the archive's small entries: the first function those between data.pkl and the storages, the
 // second those after the storages.
-// torch.load reads byteorder and version; the others are what torch 2.13 writes.
+// They are those that torch 2.13 writes; torch.load needs byteorder and version.
 void AddEntriesBeforeData(ZipWriter& zip, std::string& out);
 void AddEntriesAfterData(ZipWriter& zip, std::string& out);
 

@@ -69,8 +69,8 @@ class OpenModes {
     std::string disabled_reason;
   };
   static constexpr std::uint64_t kVerifiedInOpen = std::uint64_t{64} << 20;
-  // `negotiated`: whether the kernel agreed to passthrough; called at every first open. All
-  // arguments must outlive this object.
+  // `negotiated`: whether the kernel agreed to passthrough; called at every first open. The
+  // registrar and the prover must outlive this object.
   OpenModes(BackingRegistrar& registrar, std::function<bool()> negotiated, const Options& options,
             FileProver& prover)
       : registrar_(registrar),

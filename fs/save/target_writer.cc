@@ -202,7 +202,7 @@ Status TargetWriter::PlanGrown(const ByteRange& bytes, Ranges& plan) {
 Status TargetWriter::Plan(const ByteRange& bytes, Ranges& plan) {
   const bool is_large = size() >= StagedParts::kOwnFileBytes;
   const bool is_short = is_large && bytes.size() < kShortBytes;
-  // Only large targets have short writes in the log that may move to the grid.
+  // Only large targets keep short writes in the log, from which PlanGrown moves them.
   if (is_large && fresh_.Covered(bytes) == 0) {
     TENSORMOUNT_RETURN_IF_ERROR(PlanGrown(bytes, plan));
     if (!plan.empty()) return {};
@@ -315,7 +315,8 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
   Ranges plan;
   if (status.ok()) status = Plan(bytes, plan);
   if (status.ok()) {
-    // Neighbours that move to the grid are written too, so nobody else may write them meanwhile.
+    // Neighbours that move from the log to the grid are written too, so nobody else may write them
+    // meanwhile.
     const ByteRange all{std::min(bytes.begin, plan.front().bytes.begin),
                         std::max(bytes.end, plan.back().bytes.end)};
     *std::ranges::find(writing_, taken) = all;

@@ -14,7 +14,8 @@ namespace tensormount::fs {
 
 // Number of the file of the checkpoint whose bytes are exactly those of `segments`. Literal bytes
 // are compared with the file's; for tensors and objects the index is trusted. kNotFound: no such
-// file was found (symlinks, and files of several objects or of boxes, are not searched); kDataLoss:
+// file was found (shown files that are symlinks, or that consist of several objects or of boxes of
+// tensors, are not looked for); kDataLoss:
 // a file's length differs from the index; kStale: a foreign file changed.
 // The kernel can read such a file itself (passthrough), with one copy in the page cache, and an
 // export can clone or link it. The file must not be longer than the segments, because passthrough

@@ -137,7 +137,7 @@ class DcpMetadataReader {
       return BadMetadata("the entry of '" + std::string(fqn) +
                          "' describes neither a tensor nor an object");
     }
-    // The parser has merged equal keys, except long keys, which were left out above.
+    // A safeguard: the parser has merged equal keys, except long keys, which were left out above.
     if (!slots_.emplace(fqn, slot).second) {
       return BadMetadata("state_dict_metadata has '" + std::string(fqn) + "' twice");
     }

@@ -49,7 +49,7 @@ Status Refusal(const std::string& directory, const std::string& held);
 // kPermissionDenied if a pin protects the checkpoint at STORE/`name`.
 Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string& name);
 
-// ---- Ephemeral checkpoints ----
+// ---- Ephemeral checkpoints, which go once a later one is committed ----
 
 // Marks a checkpoint as ephemeral, durably, before it is published as `name`. A copy of it under
 // another name is not ephemeral.

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Optional, TypeVar
 from tensormount import _abi
 from tensormount._progress import Meter, Progress
 from tensormount._state import State, path_bytes, status_of
+from tensormount._tasks import block_signals
 from tensormount.errors import (
     CancelledError,
     Error,
@@ -734,6 +735,7 @@ _ending = False
 def _run_on_thread(call: Callable[[], None]) -> None:
     """Runs `call` on a thread of `threading`, because logging needs the thread's name. The caller is a bare thread
     of _thread, which a finalizer can start without any lock."""
+    block_signals()  # Threads that this one starts inherit it.
     try:
         threading.Thread(target=call, name="tensormount-job", daemon=True).start()
     except RuntimeError:

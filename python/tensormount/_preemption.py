@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 from tensormount import _jobs
 from tensormount._jobs import log
+from tensormount._tasks import block_signals
 from tensormount.errors import Error, InvalidArgumentError
 
 # Seconds for cancelling, which takes a vote of all ranks and the removal of the files.
@@ -88,6 +89,7 @@ class preemption:
             os.kill(os.getpid(), signum)
 
     def _run(self) -> None:
+        block_signals()
         name = self._signum.name
         stores: set[str] = set()
         saves = _saves(stores)

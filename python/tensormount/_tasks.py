@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -61,6 +62,15 @@ class Task:
         return done.value, total.value
 
 
+def block_signals() -> None:
+    """For a thread of the package: leaves signals of the process to the program's threads. Otherwise a sleep or read of
+    the main thread, on which Python runs handlers, would not be interrupted."""
+    if threading.get_ident() == threading.main_thread().ident:
+        return
+    own = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - own)
+
+
 def run_in_background(
     call: Callable[[int], Any],
     progress: Progress = None,
@@ -84,6 +94,7 @@ def run_in_background(
     handled = sys.exc_info()[1]
 
     def run() -> None:
+        block_signals()
         if not claim.acquire(blocking=False):
             return
         try:

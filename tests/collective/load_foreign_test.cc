@@ -98,6 +98,21 @@ TEST(LoadForeign, PackedFilesAreReadOnceAndSent) {
   }
 }
 
+TEST(LoadForeign, LostDataAreNotTakenForAbsentKeys) {
+  TempDir dir;
+  std::filesystem::copy(Fixture(), dir.Join("cut"), std::filesystem::copy_options::recursive);
+  const std::vector<GlobalTensor> tensors = {Cells("plain", DType::kF64, {3}),
+                                             Cells("never", DType::kF64, {3})};
+  LoadOptions options = By(LoadPath::kDirect);
+  options.not_stored = Strict::kIgnore;
+  const auto wishes = WishesByRule(tensors, "replicate", 2);
+  EXPECT_OK(LoadWishes(dir.Join("cut"), tensors, wishes, options)[0].status);
+  std::filesystem::remove(dir.Join("cut/__2_0.distcp"));  // Has all of "plain".
+  for (const LoadedRank& rank : LoadWishes(dir.Join("cut"), tensors, wishes, options)) {
+    EXPECT_THAT(rank.status, testing::AllOf(HasCode(Code::kDataLoss), HasMessage("plain")));
+  }
+}
+
 // A copy of the fixture whose times are long past, so that every change of it shows, and where its
 // transposed payloads lie.
 class ChangingDcp {

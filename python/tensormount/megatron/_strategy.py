@@ -26,6 +26,7 @@ from tensormount._jobs import begin, log
 from tensormount._shards import SAVE
 from tensormount._state import State, cache_of
 from tensormount._store import Store, derive
+from tensormount._tasks import block_signals
 from tensormount.errors import Error, LayoutError, UnsupportedError
 from tensormount.megatron import _optimizer
 from tensormount.torch import _dcp, _dcp_names, _patch
@@ -425,6 +426,7 @@ def _lock_until_end(job: _save.SaveJob) -> str:
         os.close(descriptor)
 
     def wait() -> None:
+        block_signals()
         try:
             job._wait(job._poll, None, "over")  # Unlike job.wait(), it does not count as noticing a failure.
         finally:
