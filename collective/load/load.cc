@@ -211,7 +211,6 @@ class LoadJob {
                        "stored, but requested by no rank: ", report_.not_requested);
   }
 
-  // Collective: validates the tensors that all ranks request, like those of a save.
   // kDataLoss: data of absent requested keys are lost. An option that lets keys be absent does not
   // apply, because the checkpoint has these keys. `absent`: sorted.
   Status CheckNotLost(const std::vector<std::string>& absent) const {
@@ -235,6 +234,7 @@ class LoadJob {
     return {};
   }
 
+  // Collective: validates the tensors that all ranks request, like those of a save.
   Status Validate() {
     StateDict tensors;
     const Status copied = Guarded([&]() -> Status {

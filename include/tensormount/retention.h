@@ -148,9 +148,9 @@ struct TENSORMOUNT_EXPORT PruneReport {
   std::vector<std::string> failures() const;
 };
 // Removes the checkpoints that the rules do not keep, and frees their space. Readers that have a
-// removed checkpoint open can read on; gc frees its space after they close it. A failed removal is
-// reported, and the next removal is tried (unless the newest checkpoint or the policy changed
-// meanwhile). With these errors nothing is removed:
+// removed checkpoint open can read on; the next save or prune with rules, or gc, frees its space
+// after they close it. A failed removal is reported, and the next removal is tried (unless the
+// newest checkpoint or the policy changed meanwhile). With these errors nothing is removed:
 //   kDataLoss, ...     the newest checkpoint (named) does not pass a quick verification, or cannot
 //                      be read; or policy.json is damaged
 //   kUnsupported       policy.json was written by a newer version

@@ -85,6 +85,7 @@ void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begi
 
 // Python's repr of a float.
 std::string ReprOf(double number) {
+  if (std::isnan(number)) return "nan";
   std::array<char, 64> text;
   const double size = std::abs(number);
   const bool fixed = size == 0 || (size >= 1e-4 && size < 1e16);

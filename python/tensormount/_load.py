@@ -430,7 +430,7 @@ def _build(
             pending.flat = flat
             if stored is not None:
                 _check_merged(flat, stored, group.size)
-                _check_not_lost(pending, stored, frozenset(keys), values)
+                _check_not_lost(pending, stored, frozenset(keys), hidden, values)
                 if hidden or flat.requests_values():
                     there = keys if renamed is None else renamed.new_names()
                     _check_missing(pending, stored, values, hidden, there, policy)
@@ -512,23 +512,24 @@ def _same_cells(a: Any, b: Any, leaf: Any, world_size: int) -> bool:
 
 
 def _check_not_lost(
-    pending: _LoadRequest, stored: Any, keys: Container[str], values: Mapping[str, Any]
+    pending: _LoadRequest, stored: Any, keys: Container[str], hidden: Sequence[str], values: Mapping[str, Any]
 ) -> None:
     """DataLossError: requested data of a foreign checkpoint are lost. Options that let keys be absent do not apply:
-    the checkpoint has these keys."""
+    the checkpoint has these keys. `hidden`: requested names that `key_map` gives to no stored tensor."""
     if stored.uuid is not None or not stored.warnings:
         return  # Nothing is lost.
     assert pending.flat is not None
     objects = frozenset(stored.objects.names())
     wanted = [key for key, _ in (*pending.objects, *pending.flat.objects()) if not key.startswith(_key_map.HIDDEN)]
     absent = [key for key in pending.flat.tensors if key not in keys and key not in stored]
+    absent += hidden
     absent += [key for key in wanted if key not in objects]
     kept: list[Any] = []
     ranks = stored._rank_values(pending.group.rank) or stored._rank_values(0)
     if pending.flat.requests_values():
         _tree.refill(pending.request, pending.stored_values(values, ranks), kept)
     absent += map(_tree.dotted, kept)
-    # A list or an empty dict of the request takes all items below its name, of which some may be lost.
+    # A list or an empty dict of the request takes all values below its name, of which some may be lost.
     plain = {**pending.flat.common, **pending.flat.rank_common}
     containers = [name for name, value in plain.items() if isinstance(value, (list, tuple, dict))]
     containers += _empty_containers(pending.request, ())

@@ -93,8 +93,11 @@ def run_in_background(
     claim = threading.Lock()  # Acquired by the thread that makes the call, or by this thread to prevent the call.
     handled = sys.exc_info()[1]
 
-    def run() -> None:
+    def run_on_thread() -> None:
         block_signals()
+        run()
+
+    def run() -> None:
         if not claim.acquire(blocking=False):
             return
         try:
@@ -107,7 +110,7 @@ def run_in_background(
                 mine.working.discard(over)
             over.set()
 
-    thread = threading.Thread(target=run, name="tensormount-call", daemon=True)
+    thread = threading.Thread(target=run_on_thread, name="tensormount-call", daemon=True)
     try:
         if mine is not None:
             mine.working.add(over)

@@ -369,6 +369,8 @@ def _boxes_instead(module: Any, state_dict: dict[str, Any], prefix: str, about: 
     """Takes the place of torchtitan's hook."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         fused = state_dict[key]
+        if not isinstance(fused, torch.Tensor) or fused.dim() == 0:
+            continue
         # torchtitan's own hook says which rows go where: it is given the numbers of the rows.
         numbers = torch.arange(fused.shape[0]).reshape(-1, *[1] * (fused.dim() - 1))
         split = {key: numbers}

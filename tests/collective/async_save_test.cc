@@ -683,8 +683,6 @@ TEST(StagedStateTest, ThreadsShareTheCopyOfLargeTensors) {
   }
 }
 
-// Each place of a communicator is taken many times; what a cancelled save left on the way there
-// does not reach the next one.
 // Otherwise a signal to the process, such as SIGTERM before a preemption, might not interrupt the
 // program's own thread.
 TEST_F(AsyncSaveTest, ThreadsOfTheLibraryBlockSignals) {
@@ -706,6 +704,9 @@ TEST_F(AsyncSaveTest, ThreadsOfTheLibraryBlockSignals) {
   ASSERT_OK_AND_ASSIGN(SaveHandle saved, saver->Save(rows.State(), Path("step"), options));
   ASSERT_OK(saved.WaitCommitted());
   EXPECT_GT(started, 0);
+  // The thread of the saver still exists, and runs no hook now.
+  EXPECT_EQ(ThreadsThatTakeSignals(before, &started), "");
+  EXPECT_GT(started, 0);
   started = 0;
   StateDict request;
   ASSERT_OK(request.AddTensor("w", rows.shard));
@@ -723,6 +724,8 @@ TEST_F(AsyncSaveTest, ThreadsOfTheLibraryBlockSignals) {
   }));
 }
 
+// Each place of a communicator is taken many times; what a cancelled save left on the way there
+// does not reach the next one.
 TEST_F(AsyncSaveTest, SaversCanBeRecreatedOnOneCommunicator) {
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
     RowsState rows(comm, 2);

@@ -210,6 +210,39 @@ class OfTorch(support.Folder):
                 tm.load({"other": torch.zeros(1)}, name)
             self.assertEqual(tm.load({"other": 1}, name, not_stored="return").not_stored, ["other"])
 
+    def lost_moments(self):
+        """A DCP directory of which the moments alone are lost: another file has them."""
+        name = self._testMethodName
+        state = self.dcp_folder(name)
+        with open(f"{name}/.metadata", "rb") as file:
+            metadata = pickle.load(file)
+        for index, info in metadata.storage_data.items():
+            if "exp_avg" in index.fqn:
+                metadata.storage_data[index] = type(info)("__9_0.distcp", info.offset, info.length)
+        with open(f"{name}/.metadata", "wb") as file:
+            pickle.dump(metadata, file)
+        return name, state
+
+    def test_what_is_not_lost_loads_beside_lost_tensors(self):
+        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+        name, state = self.lost_moments()
+        found = _load_state_dict_from_keys({"model"}, storage_reader=tm.torch.Reader(name))
+        self.assertTrue(torch.equal(found["model"]["weight"], state["model"]["weight"]))
+        with self.assertRaisesRegex(BaseException, "__9_0.distcp"):
+            _load_state_dict_from_keys({"optim"}, storage_reader=tm.torch.Reader(name))
+        # An empty container of a request takes plain values, of which none are lost.
+        tm.load({}, name, objects=["extra.step"])
+        tm.load({"optim": {"state": {}}}, name)
+        key = "optim.state.weight.exp_avg"
+        for rules in ([{"prefix": "model.weight", "to": key}, {"prefix": key, "to": "model.weight"}], None):
+            request = {"model": {"weight": torch.zeros(4, 4)}}
+            if rules is None:
+                tm.load(request, name)
+                continue
+            with self.assertRaisesRegex(tm.DataLossError, "__9_0.distcp"):
+                tm.load(request, name, key_map=rules, not_stored="return")
+
     def test_lost_data_have_the_names_of_the_key_map(self):
         name, why = next(self.damaged())
         rules = [{"prefix": "model.", "to": ""}, {"drop": "extra.*"}]

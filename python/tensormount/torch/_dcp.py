@@ -494,8 +494,11 @@ class Reader(_CheckpointPath, StorageReader):
         # Lost data have neither shape nor type here. They are listed, so that a plan with them fails in read_data, and
         # not as keys that were never saved, which DCP lets be absent (allow_partial_load).
         self._lost = _lost.lost_data(checkpoint)
-        found.update({key: BytesStorageMetadata() for key in self._lost.keys() if key not in found})
-        return Metadata(state_dict_metadata=found, planner_data=named.paths)
+        lost = [key for key in self._lost.keys() if key not in found]
+        found.update({key: BytesStorageMetadata() for key in lost})
+        said = _paths.stored_paths(checkpoint._values()) if lost else {}
+        paths = {**{key: _paths.checked_path(key, said.get(key)) for key in lost}, **named.paths}
+        return Metadata(state_dict_metadata=found, planner_data=paths)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
