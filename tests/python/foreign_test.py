@@ -223,7 +223,7 @@ class OfTorch(support.Folder):
             pickle.dump(metadata, file)
         return name, state
 
-    def test_what_is_not_lost_loads_beside_lost_tensors(self):
+    def test_whole_data_load_beside_lost_tensors(self):
         from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
         name, state = self.lost_moments()
