@@ -46,7 +46,7 @@ Status ReplaceNamedFile(const std::string& path, const std::string& text) {
   const Result<FileInfo> old = fs->Stat(path);
   if (!old.ok() && old.status().code() != Code::kNotFound) return old.status();
   if (old.ok() && old.value().kind != FileKind::kFile) {
-    // As root, a rename would put a file in the place of /dev/null.
+    // If root named /dev/null, a rename would replace the device by a file.
     return {Code::kInvalidArgument, path + ": not a regular file, so it is not replaced"};
   }
   std::string to = path;

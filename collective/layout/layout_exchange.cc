@@ -14,6 +14,7 @@
 
 #include "base/coding.h"
 #include "collective/guarded.h"
+#include "collective/layout/call_options.h"
 #include "collective/layout/common_exchange.h"
 #include "collective/layout/layout_gather.h"
 #include "collective/layout/layout_round.h"
@@ -161,23 +162,12 @@ class Exchange {
   // `rank` (`other`); never ok.
   static Status CompareOptions(std::string_view mine, std::string_view other, int rank) {
     const std::string who = "rank " + std::to_string(rank);
-    ByteReader a(mine, "the options that rank 0 sent");
-    const std::string what = "the options that " + who + " sent";
-    ByteReader b(other, what);
-    while (a.left() > 0 && b.left() > 0) {
-      const std::string name(a.String(kMaxOption));
-      const std::string_view value = a.String(kMaxOption);
-      const std::string_view other_name = b.String(kMaxOption);
-      const std::string_view other_value = b.String(kMaxOption);
-      TENSORMOUNT_RETURN_IF_ERROR(a.status());
-      TENSORMOUNT_RETURN_IF_ERROR(b.status());
-      if (name != other_name) break;
-      if (value == other_value) continue;
-      return Status(Code::kInvalidArgument, "option " + name + " is " + std::string(value) +
-                                                " on rank 0 and " + std::string(other_value) +
-                                                " on " + who);
-    }
-    return Status(Code::kInvalidArgument, "rank 0 and " + who + " make different calls");
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<DifferentOption> found,
+                                 FindDifferentOption(mine, other, rank, kMaxOption));
+    if (!found)
+      return Status(Code::kInvalidArgument, "rank 0 and " + who + " make different calls");
+    return Status(Code::kInvalidArgument, "option " + found->name + " is " + found->on_rank_0 +
+                                              " on rank 0 and " + found->on_rank + " on " + who);
   }
 
   // One rank of each set of ranks with equal common values sends its values, and rank 0 merges

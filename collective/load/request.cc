@@ -13,8 +13,10 @@
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/errors.h"
+#include "collective/layout/call_options.h"
 #include "index/records/common_tree.h"
 #include "shard/coding.h"
+#include "shard/utf8.h"
 
 namespace tensormount {
 namespace {
@@ -143,6 +145,8 @@ Result<LoadRequest> DecodeRequest(std::string_view bytes) {
   return Status(Code::kDataLoss, std::string(kWhat) + ": " + request.status().message());
 }
 
+namespace {
+
 std::vector<std::pair<std::string, std::string>> TextsOfCall(std::string_view path,
                                                              const LoadOptions& options) {
   constexpr std::array<const char*, 4> kStrict = {"raise", "log", "return", "ignore"};
@@ -179,6 +183,8 @@ std::vector<std::pair<std::string, std::string>> TextsOfCall(std::string_view pa
           {"reuse_plan", flag(options.reuse_plan)}};
 }
 
+}  // namespace
+
 std::string EncodeCall(std::string_view path, const LoadOptions& options) {
   ByteWriter out;
   for (const auto& [what, value] : TextsOfCall(path, options)) {
@@ -203,24 +209,14 @@ Status NameDifferentCall(const std::vector<std::string>& calls) {
     const std::string who = "rank " + std::to_string(rank);
     const std::string says =
         who + ": load was called with another path or other options than on rank 0";
-    ByteReader a(calls[0], "the options that rank 0 sent");
-    const std::string what = "the options that " + who + " sent";
-    ByteReader b(calls[rank], what);
-    while (a.left() > 0 && b.left() > 0) {
-      const std::string_view name = a.String(kMaxText);
-      const std::string_view first = a.String(kMaxText);
-      const std::string_view other_name = b.String(kMaxText);
-      const std::string_view other = b.String(kMaxText);
-      TENSORMOUNT_RETURN_IF_ERROR(a.status());
-      TENSORMOUNT_RETURN_IF_ERROR(b.status());
-      if (name != other_name) break;
-      if (first == other) continue;
-      return Status(Code::kInvalidArgument,
-                    says + ": " + std::string(name) + " is " +
-                        std::string(first.substr(0, kShown)) + " on rank 0 and " +
-                        std::string(other.substr(0, kShown)) + " on " + who);
-    }
-    return Status(Code::kInvalidArgument, says);
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::optional<DifferentOption> found,
+        FindDifferentOption(calls[0], calls[rank], static_cast<int>(rank), kMaxText));
+    if (!found) return Status(Code::kInvalidArgument, says);
+    return Status(Code::kInvalidArgument,
+                  says + ": " + found->name + " is " +
+                      std::string(CutUtf8(found->on_rank_0, kShown)) + " on rank 0 and " +
+                      std::string(CutUtf8(found->on_rank, kShown)) + " on " + who);
   }
   return Status(Code::kInvalidArgument,
                 "load was called with different paths or options on the ranks");

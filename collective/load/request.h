@@ -54,10 +54,8 @@ Result<LoadRequest> DecodeRequest(std::string_view bytes);
 
 // Everything that must be equal on all ranks of a load: path and options, as names and texts for
 // messages. Ranks compare the hash of them, and send them only if the hashes differ.
-std::vector<std::pair<std::string, std::string>> TextsOfCall(std::string_view path,
-                                                             const LoadOptions& options);
-Hash128 CallFingerprint(std::string_view path, const LoadOptions& options);
 std::string EncodeCall(std::string_view path, const LoadOptions& options);
+Hash128 CallFingerprint(std::string_view path, const LoadOptions& options);
 // Given EncodeCall of every rank, of which some differ: kInvalidArgument, naming the first rank
 // that differs from rank 0 and its option.
 Status NameDifferentCall(const std::vector<std::string>& calls);

@@ -234,7 +234,7 @@ class Collector {
       if (since.status().code() == Code::kNotFound) store_moves::MarkTrashed(fs_, Path(below));
       if (!since.ok() || IsYoung(since.value().mtime_seconds, options_.grace)) return false;
     }
-    // What is held is left to gc, which moves it back and says so.
+    // A held checkpoint is left to gc, which moves it back into the store and reports it.
     const auto hold = trash::FindHold(fs_, store_, entry.name, now_);
     return hold.ok() && hold.value().why.empty();
   }

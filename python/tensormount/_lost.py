@@ -81,8 +81,8 @@ class Lost:
 
 
 def lost_data(checkpoint: Any, key_map: Optional[_key_map.Rules] = None) -> Lost:
-    """The losses of an opened checkpoint, with the names that `key_map` gives the keys. Dropped keys do not count.
-    If the opening left a warning, this opens the checkpoint once more.
+    """The losses of an opened checkpoint, with the names that `key_map` gives the keys, without those that it
+    drops. If the opening left a warning, this opens the checkpoint once more.
     """
     # Only checkpoints of other programs, which have no uuid, can be opened without their lost data.
     if checkpoint.uuid is not None or not checkpoint.warnings:

@@ -37,6 +37,7 @@ from torchtitan.tools import filesystem, utils
 from tensormount import _boxes, _plugins, _save, _torch_values
 from tensormount._group import Group
 from tensormount._held import Shards
+from tensormount._leaves import dtensors
 from tensormount._load import load
 from tensormount._saver import Saver
 from tensormount._state import FailedState
@@ -389,8 +390,7 @@ def _shards_of_rows(fused: Any, rows: torch.Tensor) -> Shards:
     local, boxes, labelled = fused, [_boxes.Box(nowhere, tuple(fused.shape), nowhere, True)], False
     if hasattr(fused, "device_mesh"):
         local, boxes = fused._local_tensor, _boxes.boxes(fused)
-        replicated = any(placement.is_replicate() for placement in fused.placements)
-        labelled = replicated and fused.device_mesh.size() == dist.get_world_size()
+        labelled = dtensors.knows_replicas(fused)
     found: list[tuple[tuple[int, ...], torch.Tensor, Optional[str]]] = []
     for box in boxes:
         held = local

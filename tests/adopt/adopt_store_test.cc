@@ -175,7 +175,7 @@ TEST_F(AdoptTest, ChangedSourceFileIsDetected) {
   EXPECT_THAT(damaged, HasMessage("changed since it was adopted"));
 }
 
-// As for tensors: a hash proves the damage, whatever else changed in the file.
+// A hash proves the damage of an object even if its file has changed, as for tensors.
 TEST_F(AdoptTest, ProvenDamageOfAnObjectIsNotReportedAsStale) {
   ASSERT_OK(Adopt("a"));
   ASSERT_OK(Adopt("q", false));

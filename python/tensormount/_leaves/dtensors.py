@@ -41,9 +41,7 @@ class DTensorKind(tensors.TensorKind):
         if type(local).__name__ == "AsyncCollectiveTensor":
             local = local.wait()
         memory = tensors.local_memory(key, local, purpose)
-        labelled = any(p.is_replicate() for p in leaf.placements) and leaf.device_mesh.size() == (
-            world_size if world_size is not None else world_size_of_torch()
-        )
+        labelled = knows_replicas(leaf, world_size)
         shape = tuple(leaf.shape)
         return [
             tensors.shard_of(
@@ -101,6 +99,13 @@ def _placements(dtensors: Sequence[Any]) -> List[List[Any]]:
     shape = sys.modules["torch"].Tensor.shape.__get__
     placed = [list(map(of, dtensors)) for of in (_PLACEMENTS, _MESH)]
     return [shared(map(shape, dtensors)), *placed]
+
+
+def knows_replicas(dtensor: Any, world_size: Optional[int] = None) -> bool:
+    """Whether `Box.main` says which replica is the main one among all ranks: the mesh has replicas and all ranks."""
+    return any(p.is_replicate() for p in dtensor.placements) and bool(
+        dtensor.device_mesh.size() == (world_size if world_size is not None else world_size_of_torch())
+    )
 
 
 def boxes_of(key: str, t: Any) -> List[Any]:
