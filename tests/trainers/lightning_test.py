@@ -342,10 +342,12 @@ class Plugin(support.Folder):
     def test_a_failure_in_the_background_is_raised_and_removes_nothing(self):
         def fail(report):
             if len(reports) == 1:
+                removing.wait(60)  # Otherwise the call that removes could already raise the failure.
                 raise RuntimeError("disk on fire")
             reports.append(report)
 
         reports = []
+        removing = threading.Event()
         plugin = tm.lightning.CheckpointIO(background=True, before_publish=fail)
         plugin.save_checkpoint({"step": 1}, "fails/a.ckpt")
         end = time.monotonic() + 60
@@ -354,6 +356,7 @@ class Plugin(support.Folder):
         plugin.save_checkpoint({"step": 2}, "fails/b.ckpt")
         with self.assertLogs("tensormount", logging.ERROR) as logs:
             plugin.remove_checkpoint("fails/a.ckpt")
+            removing.set()
             with self.assertRaisesRegex(RuntimeError, "disk on fire"):
                 plugin.teardown()
         self.assertIn("fails/b.ckpt: disk on fire", logs.output[0])
