@@ -63,7 +63,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   const std::string path;
   const std::unique_ptr<Doorbell> bell;
   bool list_views = false;
-  std::shared_ptr<const KeyMap> map;
+  NameMap map;
   HfOptions hf;
   std::vector<std::string> roots;
   ServeVerify verify = ServeVerify::kOff;
@@ -622,13 +622,13 @@ void StoreWatch::Core::Loop() {
 
 Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
     FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
-    std::shared_ptr<const KeyMap> map, const HfOptions& hf, std::vector<std::string> roots,
-    bool other_users, std::chrono::milliseconds grain) {
+    const NameMap& map, const HfOptions& hf, std::vector<std::string> roots, bool other_users,
+    std::chrono::milliseconds grain) {
   TENSORMOUNT_ASSIGN_OR_RETURN(auto bell, Doorbell::Make(path));
   auto core = std::make_shared<Core>(fs, kind, path, std::move(bell));
   core->list_views = list_views;
   core->verify = verify;
-  core->map = std::move(map);
+  core->map = map;
   core->hf = hf;
   core->roots = std::move(roots);
   core->other_users = other_users;

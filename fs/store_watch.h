@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tensormount/name_map.h"
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
@@ -143,9 +144,8 @@ class StoreWatch {
   // afterwards.
   static Result<std::unique_ptr<StoreWatch>> Start(
       FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
-      std::shared_ptr<const KeyMap> map, const HfOptions& hf = {},
-      std::vector<std::string> roots = {}, bool other_users = false,
-      std::chrono::milliseconds grain = kStampGrain);
+      const NameMap& map, const HfOptions& hf = {}, std::vector<std::string> roots = {},
+      bool other_users = false, std::chrono::milliseconds grain = kStampGrain);
   ~StoreWatch();
 
   // A snapshot of the source. Immutable once published, so holders use it without a lock.

@@ -140,7 +140,7 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
     // Opens the checkpoint now, so that its problems fail the mount.
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, vfs->watch_->Find(1));
     TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*slot).status());
-  } else if (options.map || options.hf.rules) {
+  } else if (!options.map.empty() || options.hf.rules) {
     const auto now = vfs->watch_->CurrentListing();
     if (now->latest) TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*now->latest).status());
   }
@@ -455,7 +455,7 @@ std::string Vfs::StatusFields() {
       R"("latest": {}, "open_checkpoints": {}, "store_answers": {}, "errors": {}, )"
       R"({}, "problems": [{}])",
       JsonString(source_), KindName(kind_), VerifyName(options_.verify), options_.list_views,
-      options_.map != nullptr, now->by_id.size(),
+      !options_.map.empty(), now->by_id.size(),
       now->latest && ShowsManyCheckpoints(kind_) ? JsonString(now->latest->name) : "null",
       watch_->open_checkpoints(), watch_->is_responding(), stats_.errors(), StagingFields(),
       problems);

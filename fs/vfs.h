@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tensormount/name_map.h"
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
@@ -30,8 +31,8 @@ struct VfsOptions {
   std::string source;
   bool list_views = false;
   ServeVerify verify = ServeVerify::kFirst;
-  std::shared_ptr<const KeyMap> map = nullptr;  // Renames keys; null: keys stay.
-  HfOptions hf = {};                            // How hf/ is split, and which tensors it has.
+  NameMap map = {};   // Empty: tensors are as stored.
+  HfOptions hf = {};  // How hf/ is split, and which tensors it has.
   // Show .staging/ if the source is a store that this process may write.
   bool writable = false;
   // Directories in which data of adopted and foreign checkpoints may lie.

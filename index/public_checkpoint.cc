@@ -10,6 +10,7 @@
 
 #include "base/file_system.h"
 #include "index/foreign/open_source.h"
+#include "index/foreign/rule_packs.h"
 #include "index/read/checkpoint.h"
 #include "index/read/threaded_read.h"
 #include "index/records/layer_names.h"
@@ -119,6 +120,7 @@ Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& 
                            one.path.substr(one.path.rfind('/') + 1) + ", was opened");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenFound(one, options.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, ApplyNames(impl->opened, options.names));
   return Checkpoint(std::move(impl));
 }
 

@@ -29,6 +29,7 @@
 #include "tensormount/communicator.h"
 #include "tensormount/event.h"
 #include "tensormount/key_map.h"
+#include "tensormount/name_map.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 
@@ -214,8 +215,10 @@ EventHook ReadHook(tm_event_hook hook, void* context);
 // A watch that updates the task and returns an error after tm_task_cancel; empty if the task is
 // NULL.
 Watch ReadTask(tm_task* task);
-// Parses the rules of a key map, which are JSON; the result is null if `rules` is NULL.
+// Parses rules that only rename and drop keys; the result is null if `rules` is NULL.
 Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules);
+// Reads a name map (tm_open_options.name_map); empty if `json` is NULL. Rules are not parsed.
+Result<NameMap> ReadNameMap(const char* json);
 
 // ---- Outputs ----
 // Each SetOutput copies an output for the caller. A tm_list is freed with tm_list_free; the other

@@ -364,6 +364,36 @@ Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
   return std::make_shared<const KeyMap>(std::move(map));
 }
 
+Result<NameMap> ReadNameMap(const char* json) {
+  NameMap map;
+  if (json == nullptr) return map;
+  const auto parsed = nlohmann::json::parse(json, nullptr, /*allow_exceptions=*/false);
+  if (!parsed.is_object() || !parsed.contains("as")) {
+    // Rules. An empty text is no JSON, and must not be taken for no map.
+    map.rules = *json == '\0' ? " " : json;
+    return map;
+  }
+  const auto invalid = [](const std::string& field) {
+    return Status(Code::kInvalidArgument, "name map: \"" + field + "\" is not valid beside \"as\"");
+  };
+  for (const auto& [name, value] : parsed.items()) {
+    if ((name == "as" || name == "from") && value.is_string()) {
+      (name == "as" ? map.as : map.from) = value.get<std::string>();
+    } else if (name == "config" && value.is_object()) {
+      map.config = value.dump();
+    } else if (name == "numbers" && value.is_object()) {
+      for (const auto& [number, size] : value.items()) {
+        if (!size.is_number_integer()) return invalid(name);
+        map.numbers[number] = size.get<std::int64_t>();
+      }
+    } else {
+      return invalid(name);
+    }
+  }
+  if (map.as.empty()) return invalid("as");
+  return map;
+}
+
 // All memory that callers free with tm_free is allocated here, with malloc, because tm_free calls
 // free.
 Status SetOutput(std::string_view bytes, void** data, std::size_t* size) {

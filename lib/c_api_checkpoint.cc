@@ -59,6 +59,7 @@ tm_status tm_checkpoint_open_with(const char* path, const tm_open_options* optio
         how.roots,
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_open_options.roots"));
     if (given.file != nullptr) how.file = given.file;
+    TENSORMOUNT_ASSIGN_OR_RETURN(how.names, tensormount::c_api::ReadNameMap(given.name_map));
     TENSORMOUNT_ASSIGN_OR_RETURN(Checkpoint opened, Checkpoint::Open(path, how));
     std::string uuid = opened.uuid();
     *out = new tm_checkpoint{std::move(opened), std::move(uuid)};

@@ -47,7 +47,7 @@ Result<ExportOptions> ReadExportOptions(const tm_export_options& given) {
         "tm_export_options: hf_part_bytes and hf_rules are only allowed with the format hf");
   }
   out.replace = given.replace != 0;
-  TENSORMOUNT_ASSIGN_OR_RETURN(out.map, ReadRules(given.key_map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.map, tensormount::c_api::ReadNameMap(given.key_map));
   TENSORMOUNT_ASSIGN_OR_RETURN(out.hf.rules, ReadRules(given.hf_rules));
   if (given.hf_part_bytes != 0) out.hf.part_bytes = given.hf_part_bytes;
   out.timeouts =

@@ -35,7 +35,7 @@ tm_status tm_files_open(const tm_checkpoint* checkpoint, const tm_files_options*
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_files_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_files_options"));
     CheckpointFiles::Options how;
-    TENSORMOUNT_ASSIGN_OR_RETURN(how.map, tensormount::c_api::ReadRules(given.key_map));
+    TENSORMOUNT_ASSIGN_OR_RETURN(how.map, tensormount::c_api::ReadNameMap(given.key_map));
     TENSORMOUNT_ASSIGN_OR_RETURN(how.hf.rules, tensormount::c_api::ReadRules(given.hf_rules));
     if (given.hf_part_bytes != 0) how.hf.part_bytes = given.hf_part_bytes;
     TENSORMOUNT_ASSIGN_OR_RETURN(

@@ -87,6 +87,7 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       out.roots,
       tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_load_options.roots"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.names, tensormount::c_api::ReadNameMap(given.name_map));
   if (given.rule_count != 0) {
     TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{given.rules, "tm_load_options.rules"}}));
   }

@@ -16,10 +16,10 @@
 #include "base/file_system_for.h"
 #include "index/foreign/adopt.h"
 #include "index/foreign/open_source.h"
+#include "index/foreign/rule_packs.h"
 #include "index/foreign/verify_foreign.h"
 #include "index/read/known_defects.h"
 #include "index/read/report_json.h"
-#include "index/records/key_renames.h"
 #include "index/store/costs.h"
 #include "index/store/store.h"
 #include "index/store/store_json.h"
@@ -29,7 +29,6 @@ using tensormount::Code;
 using tensormount::FileSystem;
 using tensormount::FoundSource;
 using tensormount::KeyMap;
-using tensormount::KeyRenames;
 using tensormount::Result;
 using tensormount::SourceKind;
 using tensormount::Status;
@@ -237,21 +236,17 @@ tm_status tm_diff(const char* first, const char* second, const tm_diff_options* 
         CheckPointers({{first, "first"}, {second, "second"}, {same, "same"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_diff_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_diff_options"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadRules(given.key_map));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, tensormount::c_api::ReadNameMap(given.key_map));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const auto roots,
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_diff_options.roots"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto a, tensormount::OpenNamed(first, roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto stored, tensormount::OpenNamed(first, roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto a, tensormount::ApplyNames(stored, names));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto b, tensormount::OpenNamed(second, roots));
-    std::optional<KeyRenames> names;
-    if (map != nullptr) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(names, KeyRenames::Make(a->index(), *map));
-    }
     tensormount::CompareOptions how;
     how.values = given.values != 0;
     how.watch = ReadTask(given.task);
     if (given.keys != nullptr) how.keys = given.keys;
-    how.first_names = names ? &*names : nullptr;
     const std::uint64_t limit = given.limit == 0 ? 10'000 : given.limit;
     OrderedJson listed = OrderedJson::array();
     std::uint64_t more = 0;
@@ -271,8 +266,8 @@ tm_status tm_diff(const char* first, const char* second, const tm_diff_options* 
       return Status(Code::kNotFound, "keys '" + how.keys + "': no key matches");
     }
     // Missing data cannot be compared, so the comparison fails.
-    for (const auto& source : {a, b}) {
-      TENSORMOUNT_RETURN_IF_ERROR(CheckNoLoss(source->lost(), how.keys));
+    for (const auto* lost : {&a->lost(), &b->lost()}) {
+      TENSORMOUNT_RETURN_IF_ERROR(tensormount::CheckNoLoss(*lost, how.keys));
     }
     OrderedJson document = ComparedJson(summary);
     document["mismatches"] = std::move(listed);

@@ -64,6 +64,7 @@ struct Program {
   VerifyArgs verify;
   AdoptArgs adopt;
   DeriveArgs derive;
+  MapArgs map;
   MountArgs mount;
   UnmountArgs unmount;
   StatsArgs stats;
@@ -117,6 +118,31 @@ void AddCommon(CLI::App& app, Terminal& terminal) {
 // Adds --map, with the same help text for all commands.
 void AddMap(CLI::App* command, std::string& map) {
   command->add_option("--map", map, "JSON file of rules that rename or drop keys");
+}
+
+void AddNumbers(CLI::App* command, NameMapArgs& map) {
+  command
+      ->add_option("--from", map.from, "With --as: the layout of the source, if its keys fit two")
+      ->option_text("LAYOUT");
+  command
+      ->add_option("--with", map.with,
+                   "Directory with the model's config.json, which has numbers that rules use")
+      ->option_text("DIR");
+  command->add_option("--set", map.numbers, "A size that the rules use; may be repeated")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->option_text("NAME=NUMBER");
+}
+
+void AddMap(CLI::App* command, NameMapArgs& map) {
+  command->add_option("--map", map.rules,
+                      "JSON file of rules that rename, split and join tensors (docs/mapping.md)");
+  command
+      ->add_option("--as", map.as,
+                   "Names that the result has, by rules of the library: hf, hf:FAMILY, or "
+                   "LAYOUT:FAMILY for a source with Hugging Face names")
+      ->option_text("NAME");
+  AddNumbers(command, map);
 }
 
 void AddPartial(CLI::App* command, bool& partial) {
@@ -274,6 +300,18 @@ void AddSaveCommands(Program& p) {
   AddMap(c, p.derive.map);
   c->add_option("--if-exists", p.derive.if_exists, "If the checkpoint exists: fail or replace")
       ->capture_default_str();
+
+  c = p.Command("map",
+                "Shows the tensors that a name map makes of a checkpoint, without reading data",
+                "tensormount map check rules.json STORE/step-0 --set heads=32", p.map, RunMap);
+  c->add_option("check", p.map.action, "What to do: check")
+      ->required()
+      ->check(CLI::IsMember({"check"}));
+  c->add_option("RULES", p.map.map.rules,
+                "JSON file of rules (docs/mapping.md), or a name as of --as")
+      ->required();
+  c->add_option("SOURCE", p.map.source, kSource)->required();
+  AddNumbers(c, p.map.map);
 
   c = p.Command("load", "Loads each rank's slices into memory and reports bytes, time and memory",
                 "tensormount load STORE/step-0 --shard cols --ranks 2 --compare model.safetensors",

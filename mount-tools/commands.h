@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "mount-tools/name_map_args.h"
 #include "mount-tools/terminal.h"
 
 // The subcommands: for each, a structure of arguments, and a function in the file with the
@@ -36,7 +37,7 @@ struct ImportArgs {
   std::string inherit;            // STORE/NAME or NAME; empty: none.
   std::string retain;             // Rules of tensormount/retention.h; empty: none.
   bool ephemeral = false;         // See SaveOptions::ephemeral.
-  std::string map;                // JSON file; empty: none.
+  NameMapArgs map;
   // A rank that sends nothing for this long during a collective call counts as dead.
   double liveness_seconds = 30;
   // How long ranks wait for a live rank that does not make the collective call.
@@ -53,7 +54,7 @@ struct ExportArgs {
   // Name of the format (ExportFormatName): safetensors, hf, npy, zarr, dcp, torch or torch_dist.
   std::string to;
   std::string if_exists = "fail";
-  std::string map;  // JSON file; empty: none.
+  NameMapArgs map;
   std::optional<std::string> hf_part_size;
   std::optional<std::string> hf_rules;  // JSON file.
   int ranks = 0;                        // 0: --ranks was not given.
@@ -72,7 +73,7 @@ struct LoadArgs {
   // Glob of the keys to load, in which '*' also matches '/'; empty: all.
   std::string keys;
   std::string compare;  // Source to compare with; empty: none.
-  std::string map;      // JSON file; empty: none.
+  NameMapArgs map;
   double liveness_seconds = 30;
   double arrival_seconds = 1800;
   bool partial = false;  // Whether to leave out incomplete tensors of a foreign source.
@@ -122,11 +123,20 @@ struct DiffArgs {
   // Whether to count the elements that differ, and report by how much.
   bool values = false;
   std::string keys;  // Glob of the keys to compare; empty: all.
-  std::string map;   // JSON file, applied to the first source; empty: none.
+  NameMapArgs map;   // Applied to the first source.
 };
 // Compares two sources by their digests, or by bytes where a digest is missing. Returns 1 if they
 // differ, and 2 if data of a source are missing, because missing data cannot be compared.
 int RunDiff(const DiffArgs& args, Terminal& terminal);
+
+struct MapArgs {
+  std::string action;  // "check"
+  NameMapArgs map;
+  std::string source;
+};
+// Shows the tensors that a name map makes of a source, without reading data. Fails if the rules do
+// not use every cell once.
+int RunMap(const MapArgs& args, Terminal& terminal);
 
 struct LayoutArgs {
   std::string source;
@@ -189,7 +199,7 @@ struct MountArgs {
   // off, first or always: how often bytes are compared with their hashes.
   std::string verify = "first";
   std::string log_file;  // Empty: the system's log, or standard error in the foreground.
-  std::string map;       // JSON file; empty: none.
+  NameMapArgs map;
   std::string hf_part_size = "5GB";
   std::string hf_rules;  // JSON file; empty: none.
 };

@@ -10,7 +10,6 @@
 #include "base/counted.h"
 #include "index/read/compare.h"
 #include "index/read/report_json.h"
-#include "index/records/key_renames.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 
@@ -122,27 +121,22 @@ void PrintSummary(const CompareSummary& s, Terminal& terminal) {
 }  // namespace
 
 int RunDiff(const DiffArgs& args, Terminal& terminal) {
-  const auto first = OpenSource(args.first, terminal);
+  // --map is applied to the first source, so that a checkpoint can be compared with an import that
+  // renamed its tensors.
+  const auto names = ReadNameMap(args.map);
+  if (!names.ok()) return terminal.Fail(names.status());
+  const auto stored = OpenSource(args.first, terminal);
+  if (!stored.ok()) return terminal.Fail(stored.status());
+  const auto first = ApplyNames(stored.value(), names.value());
   if (!first.ok()) return terminal.Fail(first.status());
   const auto second = OpenSource(args.second, terminal);
   if (!second.ok()) return terminal.Fail(second.status());
-  const auto map = ReadKeyMap(args.map);
-  if (!map.ok()) return terminal.Fail(map.status());
-  // --map renames the keys of the first source, so that a checkpoint can be compared with an import
-  // that renamed its keys.
-  std::optional<KeyRenames> names;
-  if (map.value()) {
-    auto made = KeyRenames::Make(first.value()->index(), *map.value());
-    if (!made.ok()) return terminal.Fail(made.status());
-    names = std::move(made).value();
-  }
   // The destructor of `progress` erases the progress line before the summary is printed.
   Result<CompareSummary> summary = [&] {
     Progress progress(terminal, "diff");
     CompareOptions options;
     options.values = args.values;
     options.keys = args.keys;
-    options.first_names = names ? &*names : nullptr;
     options.watch = [&](std::uint64_t done, std::uint64_t total) {
       progress.Set(done, total);
       return Status();
@@ -164,9 +158,9 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
   // Missing data could not be compared, so the command fails even if no difference was found.
-  for (const auto& source : {first.value(), second.value()}) {
-    const KeyMap* const renames = source == first.value() ? map.value().get() : nullptr;
-    const Status whole = CheckSourceComplete(*source, args.keys, renames);
+  const OpenedCheckpoint* const sources[] = {first.value().get(), second.value().get()};
+  for (const OpenedCheckpoint* source : sources) {
+    const Status whole = CheckSourceComplete(*source, args.keys);
     if (!whole.ok()) return terminal.Fail(whole);
   }
   return summary.value().same() ? kDone : kCheckFailed;

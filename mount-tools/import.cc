@@ -20,7 +20,6 @@
 #include "base/counted.h"
 #include "base/log.h"
 #include "collective/save_load.h"
-#include "index/records/key_renames.h"
 #include "index/records/layer_names.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/interrupt.h"
@@ -31,14 +30,8 @@
 namespace tensormount::tools {
 namespace {
 
-// Copies the layer names of stacked tensors to the state dict, under the new keys.
-Status NameLayers(const CheckpointIndex& index, const KeyRenames* renames, StateDict& state) {
-  if (renames != nullptr) {
-    for (const auto& [ordinal, pattern] : renames->layers()) {
-      TENSORMOUNT_RETURN_IF_ERROR(state.NameLayers(renames->tensors()[ordinal], pattern));
-    }
-    return {};
-  }
+// Copies the layer names of stacked tensors to the state dict.
+Status NameLayers(const CheckpointIndex& index, StateDict& state) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto layers, index.Layers());
   for (const auto& [key, pattern] : layers->patterns()) {
     const Status there = index.Find(key).status();
@@ -112,33 +105,28 @@ class SourceReader {
   std::uint64_t begin_ = 0;
 };
 
-// Adds one rank's shards to `state` under their new keys, and to `reader` in the same order.
-// `renames`: null if keys stay as they are. After an error `state` is incomplete and must not be
-// used.
-Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const KeyRenames* renames,
-                 Communicator& comm, SourceReader& reader, StateDict& state) {
+// Adds one rank's shards to `state`, and to `reader` in the same order. After an error `state` is
+// incomplete and must not be used.
+Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communicator& comm,
+                 SourceReader& reader, StateDict& state) {
   Status failure;
   const Status scan = source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
-    const std::string& key = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
-    if (key.empty()) return true;  // The key map drops the tensor.
-    auto region = rule.RegionOf(key, meta.dtype(), meta.shape(), comm.rank());
+    auto region = rule.RegionOf(meta.key(), meta.dtype(), meta.shape(), comm.rank());
     if (!region.ok()) {
       failure = region.status().WithContext("tensor " + meta.key());
       return false;
     }
     reader.Add(tensor, region.value());
-    failure = state.AddTensor(key, MetadataOnly(meta.dtype(), meta.shape(), region.value()));
+    failure = state.AddTensor(meta.key(), MetadataOnly(meta.dtype(), meta.shape(), region.value()));
     return failure.ok();
   });
   TENSORMOUNT_RETURN_IF_ERROR(scan);
   TENSORMOUNT_RETURN_IF_ERROR(failure);
-  TENSORMOUNT_RETURN_IF_ERROR(NameLayers(source.index(), renames, state));
+  TENSORMOUNT_RETURN_IF_ERROR(NameLayers(source.index(), state));
 
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> objects, source.index().Objects());
   for (std::size_t i = 0; i < objects.size(); ++i) {
-    const std::string& key = renames != nullptr ? renames->Object(objects[i].key) : objects[i].key;
-    if (key.empty()) continue;
     // Each object part is saved by one rank.
     if (static_cast<int>(i % static_cast<std::size_t>(comm.size())) != comm.rank()) continue;
     // The length is checked before memory is allocated: in a damaged index it may be any number.
@@ -150,8 +138,8 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
     }
     std::string bytes(objects[i].length, '\0');
     TENSORMOUNT_RETURN_IF_ERROR(source.ReadObject(objects[i], 0, bytes.data(), bytes.size()));
-    TENSORMOUNT_RETURN_IF_ERROR(
-        state.AddObject(key, bytes, {.index = objects[i].index, .grid = objects[i].grid}));
+    TENSORMOUNT_RETURN_IF_ERROR(state.AddObject(
+        objects[i].key, bytes, {.index = objects[i].index, .grid = objects[i].grid}));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(auto common, source.index().Common());
   for (const auto& [name, value] : common.values) {
@@ -316,13 +304,19 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     before = rules.status().WithContext("--retain");
     if (rules.ok()) options.retention = std::move(rules).value();
   }
-  std::shared_ptr<OpenedCheckpoint> source;
+  std::shared_ptr<const OpenedCheckpoint> source;
   ShardRule rule;
-  std::optional<KeyRenames> renames;
   if (before.ok()) {
     auto opened = OpenSource(args.source, terminal, LossPolicyOf(args.partial));
     before = opened.status();
-    if (opened.ok()) source = opened.value();
+    if (opened.ok()) {
+      const auto apply = [&]() -> Status {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const NameMap names, ReadNameMap(args.map));
+        TENSORMOUNT_ASSIGN_OR_RETURN(source, ApplyNames(opened.value(), names));
+        return {};
+      };
+      before = apply();
+    }
   }
   if (before.ok()) {
     auto parsed = ShardRule::ParseOrRead(args.shard, group.size());
@@ -332,14 +326,6 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     }
     before = parsed.status();
     if (parsed.ok()) rule = parsed.value();
-  }
-  if (before.ok() && !args.map.empty()) {
-    const auto rename = [&]() -> Status {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(args.map));
-      TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
-      return {};
-    };
-    before = rename();
   }
   // Without MPI no other process waits in the collective call, so the error ends the command here.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
@@ -362,7 +348,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
       control.read = [&reader](std::uint32_t item, std::uint64_t offset, std::span<std::byte> out) {
         return reader->Read(item, offset, out);
       };
-      mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, *reader, state);
+      mine = FillState(*source, rule, comm, *reader, state);
     }
     // A failed state dict makes Save fail on all ranks with this error.
     if (!mine.ok()) state.Fail(mine);

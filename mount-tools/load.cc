@@ -22,7 +22,7 @@
 #include "base/counted.h"
 #include "base/glob.h"
 #include "collective/comm/collective.h"
-#include "index/records/key_renames.h"
+#include "index/records/name_binding.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/host_memory.h"
 #include "mount-tools/ranks.h"
@@ -61,22 +61,14 @@ std::uint64_t PeakMemory() {
   return 0;
 }
 
-// The tensor's key after the key map; empty if the map drops the tensor. --keys, rules and
-// --compare use this key. The load itself uses the stored key.
-const std::string& NameOf(const TensorEntry& tensor, const KeyRenames* renames) {
-  return renames != nullptr ? renames->tensors()[tensor.ordinal] : tensor.meta.key();
-}
-
 // Adds this rank's region of each tensor that matches --keys, with buffers from `memory`.
 Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const ShardRule& rule,
-                   const KeyRenames* renames, int rank, HostMemory& memory, StateDict& request) {
+                   int rank, HostMemory& memory, StateDict& request) {
   Status failure;
   TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
-    const std::string& name = NameOf(tensor, renames);
-    if (name.empty()) return true;  // The key map drops the tensor.
-    if (!args.keys.empty() && !GlobMatches(args.keys, name)) return true;
-    auto region = rule.RegionOf(name, meta.dtype(), meta.shape(), rank);
+    if (!args.keys.empty() && !GlobMatches(args.keys, meta.key())) return true;
+    auto region = rule.RegionOf(meta.key(), meta.dtype(), meta.shape(), rank);
     failure = region.status();
     if (!failure.ok()) return false;
     auto buffer = memory.BufferFor(meta, region.value());
@@ -90,12 +82,10 @@ Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const S
   return failure;
 }
 
-// Calls fn with the key (NameOf) of each tensor of the source that the map does not drop.
-Status ForEachName(const OpenedCheckpoint& source, const KeyRenames* renames,
-                   const std::function<void(const std::string&)>& fn) {
-  return source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
-    const std::string& name = NameOf(tensor, renames);
-    if (!name.empty()) fn(name);
+// Calls fn with the key of each tensor.
+Status ForEachKey(const CheckpointIndex& index, const std::function<void(const std::string&)>& fn) {
+  return index.ForEachTensor(0, [&](const TensorEntry& tensor) {
+    fn(tensor.meta.key());
     return true;
   });
 }
@@ -103,31 +93,30 @@ Status ForEachName(const OpenedCheckpoint& source, const KeyRenames* renames,
 // Fails if --keys matches no key of either source, because then nothing would be loaded, and the
 // sources would be reported as equal.
 Status CheckKeysMatch(const OpenedCheckpoint& source, const OpenedCheckpoint* other,
-                      const LoadArgs& args, const KeyRenames* renames) {
+                      const LoadArgs& args) {
   if (args.keys.empty()) return {};
   bool any = false;
   const auto look = [&](const std::string& name) { any |= GlobMatches(args.keys, name); };
-  TENSORMOUNT_RETURN_IF_ERROR(ForEachName(source, renames, look));
-  if (!any && other != nullptr) TENSORMOUNT_RETURN_IF_ERROR(ForEachName(*other, nullptr, look));
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachKey(source.index(), look));
+  if (!any && other != nullptr) TENSORMOUNT_RETURN_IF_ERROR(ForEachKey(other->index(), look));
   if (any) return {};
   return {Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)};
 }
 
-// Warns of and counts the keys that only the second source has, except keys that the map drops from
-// the first.
+// Warns of and counts the keys that only the second source has, except stored keys that the map
+// drops from the first.
 Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
-                   const LoadArgs& args, const KeyRenames* renames, Terminal& terminal,
-                   RankFigures& figures) {
+                   const LoadArgs& args, Terminal& terminal, RankFigures& figures) {
   std::unordered_set<std::string> names;
   const auto note = [&](const std::string& name) { names.insert(name); };
-  TENSORMOUNT_RETURN_IF_ERROR(ForEachName(source, renames, note));
-  if (renames != nullptr) {
-    TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
-      if (NameOf(tensor, renames).empty()) note(tensor.meta.key());
-      return true;
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachKey(source.index(), note));
+  if (source.is_mapped()) {
+    const NameRules& rules = source.binding()->rules();
+    TENSORMOUNT_RETURN_IF_ERROR(ForEachKey(source.stored_index(), [&](const std::string& key) {
+      if (!rules.Splits(key) && rules.NameOf(key).empty()) note(key);
     }));
   }
-  return ForEachName(other, nullptr, [&](const std::string& name) {
+  return ForEachKey(other.index(), [&](const std::string& name) {
     if (names.contains(name) || (!args.keys.empty() && !GlobMatches(args.keys, name))) return;
     ++figures.different_tensors;
     terminal.Warn(fmt::format("tensor {}: missing in the first source", name));
@@ -137,14 +126,13 @@ Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other
 // Compares the loaded data with the same regions of `other`, byte for byte, and warns of the first
 // byte that differs in each tensor. Takes memory for one region at a time.
 Status Compare(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
-               const StateDict& loaded, const KeyRenames* renames, Terminal& terminal,
-               RankFigures& figures) {
+               const StateDict& loaded, Terminal& terminal, RankFigures& figures) {
   for (const StateDict::TensorItem& item : loaded.tensors()) {
     const Region& region = item.shard.region;
     if (region.empty()) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry mine, source.index().Find(item.key));
     const TensorMeta& meta = mine.meta;
-    const std::string& name = NameOf(mine, renames);
+    const std::string& name = meta.key();
     auto entry = other.index().Find(name);
     const bool same_kind = entry.ok() && entry.value().meta.dtype() == meta.dtype() &&
                            entry.value().meta.shape() == meta.shape();
@@ -242,10 +230,10 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   Ranks group = std::move(made).value();
 
   Status before;
-  std::shared_ptr<OpenedCheckpoint> source;
+  std::shared_ptr<const OpenedCheckpoint> source;
   std::shared_ptr<OpenedCheckpoint> other;
   ShardRule rule;
-  std::optional<KeyRenames> renames;
+  NameMap names;
   // Called once for all ranks of this process. Under mpirun an error is reported to the other ranks
   // by Agree below.
   const auto prepare = [&]() -> Status {
@@ -256,17 +244,15 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     if (!args.compare.empty()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(args.compare, terminal, lost));
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(args.map));
+    TENSORMOUNT_ASSIGN_OR_RETURN(names, ReadNameMap(args.map));
+    TENSORMOUNT_ASSIGN_OR_RETURN(source, ApplyNames(source, names));
     if (!args.partial) {
-      TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*source, args.keys, map.get()));
+      TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*source, args.keys));
       if (other) TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*other, args.keys));
-    }
-    if (map) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::ParseOrRead(args.shard, group.size()));
     TENSORMOUNT_RETURN_IF_ERROR(CheckShardRuleSplits(*source, args.shard, rule, group.size()));
-    return CheckKeysMatch(*source, other.get(), args, renames ? &*renames : nullptr);
+    return CheckKeysMatch(*source, other.get(), args);
   };
   before = prepare();
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
@@ -281,14 +267,14 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   const Status status = group.Run([&](Communicator& comm) -> Status {
     HostMemory memory;
     StateDict request;
-    const KeyRenames* renamed = renames ? &*renames : nullptr;
     Status mine = before;
-    if (mine.ok()) mine = FillRequest(*source, args, rule, renamed, comm.rank(), memory, request);
+    if (mine.ok()) mine = FillRequest(*source, args, rule, comm.rank(), memory, request);
     progress.AddTotal(memory.bytes());
     LoadOptions options;
     options.progress = &progress.done();
     options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
     options.roots = terminal.roots;
+    options.names = names;
     // With --keys only some keys are requested, so keys that are not requested are no error.
     options.not_requested = Strict::kIgnore;
     // Agree returns when all ranks have allocated their memory, so their clocks start together.
@@ -310,10 +296,9 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     figures.tensors = request.tensors().size();
     // The value is that of the process, so ranks that are threads of one process report the same.
     figures.peak_memory = PeakMemory();
-    Status compared =
-        other ? Compare(*source, *other, request, renamed, terminal, figures) : Status();
+    Status compared = other ? Compare(*source, *other, request, terminal, figures) : Status();
     if (compared.ok() && other && comm.rank() == 0) {
-      compared = CompareKeys(*source, *other, args, renamed, terminal, figures);
+      compared = CompareKeys(*source, *other, args, terminal, figures);
     }
     TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(compared, "compare"));
     TENSORMOUNT_ASSIGN_OR_RETURN(

@@ -94,7 +94,7 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args, const Terminal&
                   fmt::format("mount point {}: no such directory", args.mount_point));
   }
   options.mount_point = mount_point.value();
-  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(args.map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadNameMap(args.map));
   TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(args.hf_rules));
   TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.part_bytes, fs::ParsePartSize(args.hf_part_size));
   options.list_views = args.views;

@@ -3,6 +3,7 @@
 #include "mount-tools/source.h"
 
 #include <algorithm>
+#include <charconv>
 #include <optional>
 #include <set>
 
@@ -128,22 +129,8 @@ std::string JoinFirstNames(const std::vector<std::string>& names) {
   return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
-Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys,
-                           const KeyMap* map) {
-  const auto chosen = [&](const std::string& key) {
-    return keys.empty() || GlobMatches(keys, key);
-  };
-  std::vector<ForeignLoss> losses;
-  for (const ForeignLoss& loss : source.lost()) {
-    const bool unknown = loss.tensors.empty() && loss.objects.empty();
-    const bool counts = unknown || std::ranges::any_of(loss.objects, chosen) ||
-                        std::ranges::any_of(loss.tensors, [&](const std::string& key) {
-                          const std::string name = map != nullptr ? map->Apply(key) : key;
-                          return !name.empty() && chosen(name);
-                        });
-    if (counts) losses.push_back(loss);
-  }
-  const Status lost = CheckNoLoss(losses).WithContext(source.directory());
+Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys) {
+  const Status lost = CheckNoLoss(source.lost(), keys).WithContext(source.directory());
   return lost.WithMessage(lost.message() + " (--partial continues without the missing data)");
 }
 
@@ -160,6 +147,47 @@ Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path) {
   Result<KeyMap> map = KeyMap::FromJson(text);
   if (!map.ok()) return map.status().WithContext(path);
   return std::make_shared<const KeyMap>(std::move(map).value());
+}
+
+Result<NameMap> ReadNameMap(const NameMapArgs& args) {
+  NameMap map;
+  for (const std::string& text : args.numbers) {
+    const std::size_t equals = text.find('=');
+    const char* const end = text.data() + text.size();
+    std::int64_t number = 0;
+    const auto parsed = equals == std::string::npos
+                            ? std::from_chars_result{end, std::errc::invalid_argument}
+                            : std::from_chars(text.data() + equals + 1, end, number);
+    if (parsed.ec != std::errc() || parsed.ptr != end) {
+      return Status(Code::kInvalidArgument, fmt::format("--set {}: must be NAME=NUMBER", text));
+    }
+    map.numbers[text.substr(0, equals)] = number;
+  }
+  if (!args.rules.empty() && !args.as.empty()) {
+    return Status(Code::kInvalidArgument, "--map and --as are two ways to give names: use one");
+  }
+  if (args.as.empty() && !args.from.empty()) {
+    return Status(Code::kInvalidArgument, "--from requires --as");
+  }
+  if (args.empty()) {
+    if (map.numbers.empty() && args.with.empty()) return map;
+    return Status(Code::kInvalidArgument, "--set and --with require --map or --as");
+  }
+  map.as = args.as;
+  map.from = args.from;
+  if (!args.with.empty()) {
+    constexpr std::uint64_t kMaxBytes = 1 << 20;
+    TENSORMOUNT_ASSIGN_OR_RETURN(map.config,
+                                 ReadNamedFile(JoinPath(args.with, "config.json"), kMaxBytes));
+  }
+  if (args.rules.empty()) return map;
+  TENSORMOUNT_ASSIGN_OR_RETURN(map.rules, ReadNamedFile(args.rules, NameRules::kMaxBytes));
+  // An empty file is no JSON; without this it would be no map.
+  if (map.rules.empty()) map.rules = " ";
+  if (const Status valid = NameRules::FromMap(map).status(); !valid.ok()) {
+    return valid.WithContext(args.rules);
+  }
+  return map;
 }
 
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part) {

@@ -9,10 +9,13 @@
 #include <vector>
 
 #include "tensormount/key_map.h"
+#include "tensormount/name_map.h"
 #include "tensormount/status.h"
 
 #include "index/foreign/open_source.h"
+#include "index/foreign/rule_packs.h"
 #include "index/read/checkpoint.h"
+#include "mount-tools/name_map_args.h"
 #include "mount-tools/terminal.h"
 #include "state/shard_rule.h"
 
@@ -47,18 +50,19 @@ inline LossPolicy LossPolicyOf(bool partial) {
 }
 
 // kDataLoss if data are missing for a key that matches `keys` (a glob; empty: all keys). A loss
-// without keys (a file that cannot be read) always counts, because it may affect any key. With
-// `map` the glob is for the keys of tensors after the map, and tensors that the map drops do not
-// count.
-Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys = {},
-                           const KeyMap* map = nullptr);
+// without keys (a file that cannot be read) always counts, because it may affect any key.
+Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys = {});
 
 // Reads a file that an option or argument names. Fails if it is larger than `max_bytes`.
 Result<std::string> ReadNamedFile(const std::string& path, std::uint64_t max_bytes);
 
-// Reads the rules of --map; null if `path` is empty. kInvalidArgument: the rules are invalid; the
-// message names the file and the rule.
+// Reads rules that only rename and drop keys; null if `path` is empty. kInvalidArgument: the rules
+// are invalid; the message names the file and the rule.
 Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path);
+// Reads the name map of --map, --as and the options beside them. kInvalidArgument: options that
+// cannot be together, a text that is not NAME=NUMBER, or rules that are invalid; the message names
+// the file, the rule and its line.
+Result<NameMap> ReadNameMap(const NameMapArgs& args);
 
 // kInvalidArgument if the rule (parsed from `text`, the value of --shard) splits no tensor, for
 // example because no tensor has the axis. Then every rank would have all data, as with the rule

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "tensormount/box.h"
@@ -111,6 +112,7 @@ class CopyPlan {
                                const TensorMeta* meta = nullptr);
 
   std::span<const Part> parts() const { return parts_; }
+  std::vector<Part> TakeParts() && { return std::move(parts_); }
   std::uint64_t bytes() const { return bytes_; }
 
  private:

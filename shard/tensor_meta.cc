@@ -265,6 +265,14 @@ PlacedBox PartOfPlaced(const PlacedBox& placed, const Box& part) {
   return out;
 }
 
+PlacedBox PlaceWhole(const Dims& byte_shape) {
+  PlacedBox whole{Box::Whole(byte_shape), 0, Dims::Filled(byte_shape.rank(), 1)};
+  for (int a = byte_shape.rank() - 2; a >= 0; --a) {
+    whole.strides[a] = whole.strides[a + 1] * byte_shape[a + 1];
+  }
+  return whole;
+}
+
 std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offset) {
   std::vector<PlacedBox> placed;
   auto at = static_cast<std::int64_t>(offset);

@@ -72,6 +72,8 @@ struct PlacedBox {
 PlacedBox PartOfPlaced(const PlacedBox& placed, const Box& part);
 // The packed row-major layout of a byte region from `offset` on, as a chunk has in its file.
 std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offset);
+// The packed row-major layout of a whole tensor of bytes.
+PlacedBox PlaceWhole(const Dims& byte_shape);
 // Places a buffer that holds `region` of a tensor of this dtype and shape. The buffer's shape must
 // be the region's extents, of which leading ones that are 1 may be left out (layers stacked under
 // one key), or one axis of volume() elements in the region's row-major order (always so for flat

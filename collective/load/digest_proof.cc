@@ -17,12 +17,6 @@ namespace {
 // Bytes read from storage at once for a proof or a diagnosis.
 constexpr std::uint64_t kProofBlockBytes = 8u << 20;
 
-PlacedBox WholeTensor(const Dims& byte_shape) {
-  std::vector<PlacedBox> placed = PlacePacked(Region(Box::Whole(byte_shape)), 0);
-  return placed.empty() ? PlacedBox{Box::Whole(byte_shape), 0, Dims::Filled(byte_shape.rank(), 0)}
-                        : placed.front();
-}
-
 // A text that is equal for equal regions, so that equal regions are found without comparing all
 // pairs.
 std::string RegionKey(const Region& region) {
@@ -182,7 +176,7 @@ Result<Crc64> DigestFromStorage(const OpenedCheckpoint& checkpoint, const Tensor
 Status FindDamage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
                   const Region& region, std::span<const PlacedBox> placed, const std::byte* base) {
   const TensorMeta& meta = entry.meta;
-  const PlacedBox whole = WholeTensor(ByteShape(meta.dtype(), meta.shape()));
+  const PlacedBox whole = PlaceWhole(ByteShape(meta.dtype(), meta.shape()));
   const bool cut = meta.bits() % 8 == 0;
   std::vector<Region> parts;
   if (cut) {

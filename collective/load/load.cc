@@ -24,20 +24,29 @@
 #include "collective/phase_events.h"
 #include "collective/save_load.h"
 #include "index/foreign/open_source.h"
+#include "index/foreign/rule_packs.h"
 
 namespace tensormount {
 namespace {
 
 // Hash that identifies the opened checkpoint; it must be equal on all ranks. A checkpoint of the
 // same name on another machine, or a foreign checkpoint that was written again, has another hash.
-Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
+// A checkpoint with another name map has other tensors.
+Result<Hash128> Identity(const OpenedCheckpoint& checkpoint, const NameMap& names) {
   ByteWriter out;
+  for (const std::string& text : {names.rules, names.as, names.from, names.config}) {
+    out.String(text);
+  }
+  for (const auto& [name, number] : names.numbers) {
+    out.String(name);
+    out.I64(number);
+  }
   if (const DecodedCommit* commit = checkpoint.commit()) {
     out.String(commit->record.uuid.ToString());
     out.Hash(commit->record.content_root);
     return Xxh3(out.bytes());
   }
-  const CheckpointIndex& index = checkpoint.index();
+  const CheckpointIndex& index = checkpoint.stored_index();
   out.String(checkpoint.directory());
   out.String(index.info().root);
   for (const FileRecord& file : index.files()) {
@@ -144,12 +153,18 @@ class LoadJob {
                           : FindSource(path, options_.roots);
   }
 
+  Status OpenMapped(const FoundSource& found) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenFound(found, options_.roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, ApplyNames(checkpoint_, options_.names));
+    return {};
+  }
+
   // Runs on rank 0: opens the checkpoint and encodes its location for the others.
   Result<std::string> OpenFirst() {
     // A failure of the request itself is reported before any failure of the path.
     TENSORMOUNT_RETURN_IF_ERROR(FromRank(0, request_.status()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, Find(path_));
-    TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenFound(found, options_.roots));
+    TENSORMOUNT_RETURN_IF_ERROR(OpenMapped(found));
     const std::string& resolved = found.path;
     for (const std::string& warning : checkpoint_->warnings()) {
       Log(LogLevel::kWarning, resolved + ": " + warning);
@@ -157,7 +172,7 @@ class LoadJob {
     ByteWriter out;
     out.String(resolved);
     out.String(checkpoint_->index().info().uuid.ToString());
-    TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_, options_.names));
     out.Hash(identity_);
     return std::move(out.bytes());
   }
@@ -171,8 +186,8 @@ class LoadJob {
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
     if (checkpoint_ == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, Find(path));
-      TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenFound(found, options_.roots));
-      TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
+      TENSORMOUNT_RETURN_IF_ERROR(OpenMapped(found));
+      TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_, options_.names));
     }
     if (identity_ != told_identity) {
       return Status(Code::kStale, path + ": this rank opened another checkpoint than rank 0");
@@ -414,7 +429,7 @@ class LoadJob {
   const LoadControl control_;
   Collective collective_;
   PhaseEvents events_;
-  std::shared_ptr<OpenedCheckpoint> checkpoint_;
+  std::shared_ptr<const OpenedCheckpoint> checkpoint_;
   Status opened_;  // The status of Open on this rank.
   Status fenced_;  // The status of FencesAtCall on this rank.
   std::shared_ptr<const DeviceFences> fences_;

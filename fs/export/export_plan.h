@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "tensormount/communicator.h"
-#include "tensormount/key_map.h"
+#include "tensormount/name_map.h"
 #include "tensormount/status.h"
 
 #include "fs/formats/file_builder.h"
@@ -42,7 +42,7 @@ struct ExportOptions {
   ExportFormat format = ExportFormat::kSafetensors;
   // Replace an earlier export of the same format; other files are never replaced.
   bool replace = false;
-  std::shared_ptr<const KeyMap> map;  // Renames keys; null: keys stay.
+  NameMap map;  // Empty: tensors are as stored.
   HfOptions hf;
   // For dcp: largest number of bytes of a tensor in one item. Readers load an item as a whole, and
   // smaller items spread more evenly over the files.

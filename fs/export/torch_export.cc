@@ -180,8 +180,7 @@ Result<std::vector<ObjectValue>> ValuesOfObjects(
   const std::vector<ObjectRecord>& parts = view.shown().objects.parts();
   for (std::uint32_t n = 0; n < parts.size() && out.size() < kMostObjectValues; ++n) {
     const ObjectRecord& part = parts[n];
-    const std::string_view renamed = view.shown().objects.stored_key(n);
-    const std::string stored(renamed.empty() ? std::string_view(part.key) : renamed);
+    const std::string stored = view.opened().StoredObjectKey(part.key);
     if (part.grid.rank() > 0 || part.length > kMaxObjectValue || common.contains(stored) ||
         tensors.contains(stored)) {
       continue;

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "tensormount/key_map.h"
+#include "tensormount/name_map.h"
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
@@ -31,8 +31,8 @@ struct MountOptions {
   // List every view (docs/mounting.md): npy/, slices/, extents/, zarr/, hf/, dcp/,
   // model.safetensors. Views that are not listed can still be opened by name.
   bool list_views = false;
-  std::shared_ptr<const KeyMap> map;  // Renames keys; null: keys stay.
-  HfOptions hf;                       // How hf/ is split, and which tensors it has.
+  NameMap map;   // Empty: tensors are as stored.
+  HfOptions hf;  // How hf/ is split, and which tensors it has.
   bool allow_other = false;
   enum class Tier { kAuto, kPassthrough, kDaemon } tier = Tier::kAuto;
   ServeVerify verify = ServeVerify::kFirst;

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "tensormount/key_map.h"
+#include "tensormount/name_map.h"
 #include "tensormount/status.h"
 
 #include "fs/views/checkpoint_view.h"
@@ -19,7 +19,7 @@ namespace tensormount::fs {
 class CheckpointFiles {
  public:
   struct Options {
-    std::shared_ptr<const KeyMap> map;  // Renames keys; null: keys are shown as stored.
+    NameMap map;  // Empty: tensors are shown as stored.
     HfOptions hf;
   };
   static Result<std::unique_ptr<const CheckpointFiles>> Make(

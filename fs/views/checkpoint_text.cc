@@ -111,7 +111,7 @@ Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoin
                         opened.commit()->record.content_root.ToHex());
   }
   head += fmt::format("  \"tensor_count\": {},\n  \"tensor_bytes\": {},\n  \"chunk_count\": {},\n",
-                      tensors.count(), tensors.bytes(), tensors.chunks());
+                      tensors.count(), opened.index().tensor_bytes(), opened.index().chunk_count());
   head += "  \"views\": [";
   for (const std::string& view : views) {
     head += (head.back() == '[' ? "" : ", ") + JsonString(view);

@@ -18,6 +18,7 @@
 #include "fs/views/slices_view.h"
 #include "fs/views/zarr_view.h"
 #include "index/foreign/open_source.h"
+#include "index/foreign/rule_packs.h"
 
 namespace tensormount::fs {
 
@@ -69,6 +70,11 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   options_ = options;
   if (!options_.slices) options_.slices = std::make_shared<SliceItems>();
   if (options.other_users) TENSORMOUNT_RETURN_IF_ERROR(RestrictToFiles());
+  if (!options.map.empty()) {
+    Result<std::shared_ptr<const OpenedCheckpoint>> mapped = ApplyNames(opened_, options.map);
+    if (!mapped.ok()) return mapped.status().WithContext(options.name);
+    opened_ = std::move(mapped).value();
+  }
   const CheckpointIndex& index = opened_->index();
   // The seed contains the name, since a checkpoint may be shown under two names, and the UUID, so
   // that another checkpoint of that name has other inode numbers and no cache confuses the two.
@@ -77,17 +83,10 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   seed.U64(index.info().uuid.high);
   seed.U64(index.info().uuid.low);
   inode_seed_ = Xxh3Low64(seed.bytes());
-  std::optional<KeyRenames> renames;
-  if (options.map) {
-    Result<KeyRenames> made = KeyRenames::Make(index, *options.map);
-    if (!made.ok()) return made.status().WithContext(options.name);
-    renames = std::move(made).value();
-  }
-  const KeyRenames* names = renames ? &*renames : nullptr;
-  TENSORMOUNT_ASSIGN_OR_RETURN(tensors_, MakeShownTensors(index, names));
+  tensors_ = std::make_unique<const ShownTensors>(index);
   tensor_tree_ = std::make_unique<KeyTree>(*tensors_);
-  TENSORMOUNT_ASSIGN_OR_RETURN(layers_, LayerFiles::Make(index, names));
-  TENSORMOUNT_ASSIGN_OR_RETURN(objects_, ShownObjects::Make(index, names));
+  TENSORMOUNT_ASSIGN_OR_RETURN(layers_, LayerFiles::Make(index));
+  TENSORMOUNT_ASSIGN_OR_RETURN(objects_, ShownObjects::Make(index));
   // Key numbers have 27 bits in node ids: 134 million tensors, far beyond real checkpoints.
   if (tensors_->count() >= KeyedView::kMaxKeys || objects_->parts().size() >= KeyedView::kMaxKeys) {
     return Status(Code::kUnsupported, options.name + ": too many keys to be mounted");
@@ -96,8 +95,7 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
                                  .tensors = *tensors_,
                                  .tensor_tree = *tensor_tree_,
                                  .layers = *layers_,
-                                 .objects = *objects_,
-                                 .map = options_.map.get()});
+                                 .objects = *objects_});
   data_.emplace(*opened_, *objects_, options.verify);
   return MakeViews();
 }

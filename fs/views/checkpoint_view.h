@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tensormount/name_map.h"
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
@@ -55,9 +56,9 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
     std::string name;        // Directory name in the mount; part of inode numbers.
     bool list_views = false;
     ServeVerify verify = ServeVerify::kFirst;
-    // Renames keys; null: keys are shown as stored. Opening fails with kInvalidArgument if two keys
-    // would share a name.
-    std::shared_ptr<const KeyMap> map;
+    // Empty: tensors are shown as stored. Opening fails with the errors of
+    // NameBinding::Bind.
+    NameMap map;
     // Opening fails with kInvalidArgument if the rules are invalid for the shown keys.
     HfOptions hf;
     // Directories outside of the checkpoint in which its data may be.

@@ -165,9 +165,8 @@ class Planner {
     for (std::uint32_t n = 0; n < parts.size(); ++n) {
       if (IsMegatronFile(parts[n])) continue;
       ByteItem item{.fqn = {}, .stored = parts[n].key, .value = nullptr, .part = n, .item = {}};
-      const std::string_view renamed = shown_.objects.stored_key(n);
       TENSORMOUNT_ASSIGN_OR_RETURN(item.fqn, shown_.objects.tree().keys().KeyAt(n));
-      if (!renamed.empty()) item.stored = renamed;
+      item.stored = shown_.opened.StoredObjectKey(parts[n].key);
       if (parts[n].grid.rank() > 0) {
         // Parts of sharded objects are named as by Megatron-Core: a path that ends in "/0.3"
         // becomes KEY/shard_0.3_2.4, where 2.4 is the size of the grid.

@@ -230,9 +230,9 @@ Result<std::map<std::string, std::string>> TensorFilesView::AttributesAt(
     all["layer"] = std::to_string(tensor.layer);
     return all;
   }
-  // stored_key is set only if a key map shows the tensor under another key.
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, shown_.tensors.StoredKeyAt(key.number));
-  if (stored != entry.meta.key()) all["stored_key"] = std::move(stored);
+  // stored_key is set only if a name map shows a stored tensor under another key.
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, shown_.opened.StoredKeyOf(key.number));
+  if (!stored.empty() && stored != entry.meta.key()) all["stored_key"] = std::move(stored);
   return all;
 }
 

@@ -14,6 +14,7 @@ class ObjectsView : public KeyedView {
   explicit ObjectsView(const ShownCheckpoint& shown)
       : KeyedView("objects", "", shown.objects.tree(), nullptr,
                   shown.opened.index().info().json_mtime),
+        opened_(shown.opened),
         objects_(shown.objects) {}
   bool listed_by_default() const override { return true; }
 
@@ -35,8 +36,8 @@ class ObjectsView : public KeyedView {
     const ObjectRecord& part = PartAt(key);
     std::map<std::string, std::string> all;
     all["key"] = part.key;
-    const std::string_view stored = objects_.stored_key(key.number);
-    if (!stored.empty() && stored != part.key) all["stored_key"] = stored;
+    std::string stored = opened_.StoredObjectKey(part.key);
+    if (stored != part.key) all["stored_key"] = std::move(stored);
     // The hash of the stored bytes, with which a copy can be checked without reading the mount
     // again. Parts of foreign checkpoints and of `adopt --quick` have none.
     if (part.has_hash()) all["hash"] = "xxh3-128:" + part.hash.ToHex();
@@ -47,6 +48,7 @@ class ObjectsView : public KeyedView {
     return all;
   }
 
+  const OpenedCheckpoint& opened_;
   const ShownObjects& objects_;
 };
 

@@ -67,7 +67,7 @@ class SafetensorsView : public FileView {
     if (assembled_.segments) return assembled_;
     std::vector<Segment> segments;
     Assembled made;
-    const bool own_keys = shown_.tensors.has_own_keys();
+    const bool own_keys = !shown_.opened.is_mapped();
     if (own_keys && shown_.opened.commit() == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(made.is_source, LayOutSource(segments));
     }

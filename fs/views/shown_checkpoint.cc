@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "index/records/key_renames.h"
-
 namespace tensormount::fs {
 namespace {
 
@@ -23,21 +21,8 @@ std::string PartName(const Dims& index) {
 
 }  // namespace
 
-Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointIndex& index,
-                                                               const KeyRenames* renames) {
+Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointIndex& index) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> parts, index.Objects());
-  std::vector<std::string> stored;
-  if (renames != nullptr) {
-    std::erase_if(parts, [&](const ObjectRecord& o) { return renames->Object(o.key).empty(); });
-    // Sorts by new key; parts of one key keep their order.
-    std::stable_sort(parts.begin(), parts.end(), [&](const auto& a, const auto& b) {
-      return renames->Object(a.key) < renames->Object(b.key);
-    });
-    for (ObjectRecord& part : parts) {
-      stored.push_back(part.key);
-      part.key = renames->Object(part.key);
-    }
-  }
   // A part of a grid is a file in a directory with the key's name. If other keys lie below "KEY/"
   // too, the directory is called "KEY%00" (an escaped NUL) to keep them apart: no key contains a
   // NUL.
@@ -65,9 +50,6 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
     sorted.push_back(std::move(parts[i]));
   }
   std::unique_ptr<ShownObjects> objects(new ShownObjects(std::move(keys)));
-  if (renames != nullptr) {
-    for (const auto& [path, i] : paths) objects->stored_keys_.push_back(std::move(stored[i]));
-  }
   objects->parts_ = std::move(sorted);
   return std::unique_ptr<const ShownObjects>(std::move(objects));
 }
@@ -82,8 +64,10 @@ Result<ShownTensor> ShownCheckpoint::TensorAt(const KeyNumber& key) const {
 
 Result<std::string> ShownCheckpoint::StoredTensorKey(std::uint32_t n,
                                                      std::string_view shown_key) const {
-  if (tensors.has_own_keys()) return std::string(shown_key);
-  return tensors.StoredKeyAt(n);
+  if (!opened.is_mapped()) return std::string(shown_key);
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, opened.StoredKeyOf(n));
+  if (stored.empty()) return std::string(shown_key);
+  return stored;
 }
 
 }  // namespace tensormount::fs

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
 #include "fs/views/key_tree.h"
@@ -21,29 +20,21 @@ namespace tensormount::fs {
 // are few and their records small.
 class ShownObjects {
  public:
-  // `renames`: null if keys are shown as stored. `index` is read here and not kept.
-  static Result<std::unique_ptr<const ShownObjects>> Make(const CheckpointIndex& index,
-                                                          const KeyRenames* renames);
+  // `index` is read here and not kept.
+  static Result<std::unique_ptr<const ShownObjects>> Make(const CheckpointIndex& index);
   const KeyTree& tree() const { return tree_; }  // Its paths are KEY, or KEY/0.3 for a grid.
   // The records of all parts, with shown keys.
   const std::vector<ObjectRecord>& parts() const { return parts_; }
-  // The stored key of part `n`; empty without a key map.
-  std::string_view stored_key(std::uint32_t n) const {
-    return stored_keys_.empty() ? std::string_view() : std::string_view(stored_keys_[n]);
-  }
 
  private:
   explicit ShownObjects(std::vector<std::string> paths) : keys_(std::move(paths)), tree_(keys_) {}
   ListedKeys keys_;
   KeyTree tree_;
   std::vector<ObjectRecord> parts_;
-  // The stored keys of the parts, in the order of parts_; empty without a key map.
-  std::vector<std::string> stored_keys_;
 };
 
-// The inputs of a checkpoint's views. With --map, shown keys, their numbers and their directories
-// differ from the stored ones, so a view takes these from the other members and not from `opened`;
-// a view that mixed both would show stored keys. All referenced objects outlive the views.
+// The inputs of a checkpoint's views. With --map, `opened` is the mapped checkpoint, whose keys are
+// those that are shown. All referenced objects outlive the views.
 // The struct has only references and a pointer, so it is cheap to copy. CheckpointView owns the
 // objects.
 struct ShownCheckpoint {
@@ -52,12 +43,12 @@ struct ShownCheckpoint {
   const KeyTree& tensor_tree;
   const LayerFiles& layers;
   const ShownObjects& objects;
-  const KeyMap* map = nullptr;  // Null: keys are shown as stored.
 
   // The tensor with this number in `tensors`, or in `layers` if the key is hidden. kStale or
   // kNotFound if no tensor has the number.
   Result<ShownTensor> TensorAt(const KeyNumber& key) const;
-  // The stored key of tensor number `n`, which is shown as `shown_key`.
+  // The stored key of tensor number `n`, which is shown as `shown_key`; `shown_key` if it is put
+  // together from parts of other tensors.
   Result<std::string> StoredTensorKey(std::uint32_t n, std::string_view shown_key) const;
   // The tree that the number of a key belongs to.
   const KeyTree& TreeOf(const KeyNumber& key) const {

@@ -14,7 +14,6 @@
 
 #include "fs/views/key_tree.h"
 #include "index/records/checkpoint_index.h"
-#include "index/records/key_renames.h"
 
 // Defines which tensors of a checkpoint a mount shows, and under which names.
 
@@ -36,37 +35,29 @@ struct ShownTensor {
   std::string stacked_key;  // For a layer: the shown key of its stack.
 };
 
-// Keys of tensors, numbered in byte order. Without a key map a number is the tensor's ordinal; with
-// one it may differ, because the index sorts by stored keys and directories by shown ones. Numbers
-// are part of node ids, so they are stable while the checkpoint is open. Thread-safe.
-// There are two implementations: without a key map, which reads the index on demand, and with a key
-// map, which has keys and ordinals in memory.
+// The tensors of a checkpoint, in the byte order of their keys; the number of a tensor is its
+// ordinal in the index. Numbers are part of node ids, so they are stable while the checkpoint is
+// open. Reads the index on demand and keeps nothing in memory. Thread-safe.
 class ShownTensors : public KeySource {
  public:
-  // The record of a tensor, with the shown key and the ordinal in the index. kStale (with a key
-  // map) or kNotFound: no tensor has this number.
-  virtual Result<TensorEntry> EntryAt(std::uint32_t number) const = 0;
-  // The key in the index. The attribute stored_key shows it, and exports need it for recorded
-  // paths.
-  virtual Result<std::string> StoredKeyAt(std::uint32_t number) const = 0;
-  // Whether there is no key map: tensors are shown under their stored keys, and numbers are
-  // ordinals.
-  virtual bool has_own_keys() const = 0;
-  virtual std::uint64_t bytes() const = 0;  // Bytes of all shown tensors.
-  virtual std::uint64_t chunks() const = 0;
+  // `index` must outlive this object.
+  explicit ShownTensors(const CheckpointIndex& index) : index_(index) {}
+  std::uint32_t count() const override { return index_.tensor_count(); }
   Result<std::string> KeyAt(std::uint32_t number) const override;
+  Result<std::uint32_t> LowerBound(std::string_view key) const override {
+    return index_.LowerBound(key);
+  }
+  Status Scan(std::uint32_t first, const Visit& fn) const override;
+  Result<TensorEntry> EntryAt(std::uint32_t number) const { return index_.At(number); }
   // Calls fn for the tensors [first, end) in order, until fn fails. kDataLoss: the index has fewer
-  // tensors. Without a key map it scans the index once; with a key map it looks up each tensor.
+  // tensors. Scans the index once.
   Status ForEachEntry(
       std::uint32_t first, std::uint32_t end,
       const std::function<Status(std::uint32_t number, const TensorEntry& entry)>& fn) const;
-};
 
-// `renames`: null if keys are shown as stored; this takes O(1) time and keeps nothing in memory.
-// With `renames` the new names are sorted and kept in memory, in O(n log n) time, and the whole
-// index is read for bytes() and chunks(). `index` must outlive the result.
-Result<std::unique_ptr<const ShownTensors>> MakeShownTensors(const CheckpointIndex& index,
-                                                             const KeyRenames* renames);
+ private:
+  const CheckpointIndex& index_;
+};
 
 // Layers of stacked tensors as separate files, opened by name but not listed, so that programs that
 // copy trees read each byte once.
@@ -80,10 +71,9 @@ class LayerFiles {
   // Largest number of names; a stack that would exceed it has no layer files. A pattern for a first
   // axis of 2^40 would otherwise exhaust the memory of the opening process.
   static constexpr std::uint64_t kMaxNames = 1u << 18;
-  // `renames`: null, or the active map, which renames patterns too. Patterns of tensors that are
-  // missing, or cannot be stacks (scalars), are ignored, because the stored data are not affected.
-  static Result<std::unique_ptr<const LayerFiles>> Make(const CheckpointIndex& index,
-                                                        const KeyRenames* renames);
+  // Patterns of tensors that are missing, or cannot be stacks (scalars), are ignored, because the
+  // stored data are not affected.
+  static Result<std::unique_ptr<const LayerFiles>> Make(const CheckpointIndex& index);
   LayerFiles(const LayerFiles&) = delete;
   LayerFiles& operator=(const LayerFiles&) = delete;
 

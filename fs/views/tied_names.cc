@@ -8,6 +8,7 @@
 
 #include "index/read/saved_paths.h"
 #include "index/records/common_state.h"
+#include "index/records/name_binding.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount::fs {
@@ -25,12 +26,13 @@ Result<std::optional<std::uint32_t>> NumberOf(const ShownTensors& tensors, const
 
 Result<TiedNames> TiedNames::Make(const ShownCheckpoint& shown) {
   TiedNames out;
-  const CheckpointIndex& index = shown.opened.index();
+  // The recorded structures have stored keys.
+  const CheckpointIndex& index = shown.opened.stored_index();
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, index.Common());
   const SavedPaths paths =
       SavedPaths::Make(common.values, [&](std::string_view key) { return index.Find(key).ok(); });
   const auto shown_name = [&](const std::string& name) {
-    return shown.map == nullptr ? name : shown.map->Apply(name);
+    return shown.opened.is_mapped() ? shown.opened.binding()->rules().NameOf(name) : name;
   };
   std::set<std::string, std::less<>> taken;
   for (const auto& [stored, others] : paths.TiedPaths()) {

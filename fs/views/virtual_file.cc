@@ -159,11 +159,7 @@ Result<bool> VirtualFile::HasHashes() const {
     }
     if (segment.kind != Segment::Kind::kTensor) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, TensorOf(segment));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
-                                 opened.Extents(tensor));
-    if (table->size() == 0) continue;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(0));
-    return chunk.has_hash;
+    if (tensor.meta.bytes() > 0) return opened.HasHashes(tensor);
   }
   return false;
 }

@@ -235,6 +235,9 @@ typedef struct tm_open_options {
   // The file or index to read in a foreign directory that holds several sets of weights. May be
   // NULL.
   const char* file;
+  // A name map, which is JSON (tensormount/name_map.h): the checkpoint has the keys that it gives.
+  // NULL: none.
+  const char* name_map;
 } tm_open_options;
 // Like tm_checkpoint_open, with options. `options` may be NULL.
 TM_EXPORT tm_status tm_checkpoint_open_with(const char* path, const tm_open_options* options,
@@ -805,6 +808,7 @@ typedef struct tm_load_options {
   int32_t exchange_via;
   const char* const* roots;  // Trusted directories, as in tm_open_options.
   size_t root_count;
+  const char* name_map;  // As in tm_open_options.
 } tm_load_options;
 
 // The results of a load besides the data in the caller's buffers.

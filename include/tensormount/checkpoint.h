@@ -15,6 +15,7 @@
 #include "tensormount/buffer.h"
 #include "tensormount/common_value.h"
 #include "tensormount/dtype.h"
+#include "tensormount/name_map.h"
 #include "tensormount/status.h"
 #include "tensormount/visibility.h"
 
@@ -73,6 +74,9 @@ struct OpenOptions {
   // each 4 MiB, or for each 1,024 short runs; these threads have ended when the read returns. 0:
   // one per core, at most 8. 1: only the caller's thread.
   int threads = 0;
+  // A name map: the checkpoint has the keys that it gives. An error of the map fails the open:
+  // kInvalidArgument, or kNotFound for a tensor that a rule needs.
+  NameMap names = {};
 };
 
 // A published checkpoint, or a checkpoint in a foreign format, opened for reading without ranks. A

@@ -14,6 +14,7 @@
 #include "tensormount/common_value.h"
 #include "tensormount/communicator.h"
 #include "tensormount/event.h"
+#include "tensormount/name_map.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 #include "tensormount/validate.h"
@@ -105,6 +106,9 @@ struct LoadOptions {
   bool reuse_plan = true;
   Timeouts timeouts = {};
 
+  // A name map of the checkpoint: the keys of the request are names that it gives. Errors of the
+  // map are those of a wrong argument; kNotFound: a tensor that a rule needs is not stored.
+  NameMap names = {};
   // OpenOptions::roots: directories below which data of adopted and foreign checkpoints may lie.
   std::vector<std::string> roots = {};
 

@@ -21,6 +21,7 @@
 #include "tensormount/load.h"
 #include "tensormount/log.h"
 #include "tensormount/mapping_guard.h"
+#include "tensormount/name_map.h"
 #include "tensormount/retention.h"
 #include "tensormount/save.h"
 #include "tensormount/shard.h"

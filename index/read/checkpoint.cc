@@ -160,6 +160,7 @@ std::string OpenedCheckpoint::AccessPath(std::uint32_t file) const {
 // A checkpoint's own files are opened below the pinned directory without following links; foreign
 // files are opened below their root.
 Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
+  if (source_) return source_->OpenFile(file);
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return OpenListedFile(*fs_, *pinned_, record.name);
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> opened,
@@ -170,11 +171,13 @@ Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) con
 }
 
 std::shared_ptr<const void> OpenedCheckpoint::ReadInOrder() const {
+  if (source_) return source_->ReadInOrder();
   files_->ahead.Begin();
   return {nullptr, [files = files_.get()](const void*) { files->ahead.End(); }};
 }
 
 Result<std::shared_ptr<File>> OpenedCheckpoint::SharedFile(std::uint32_t file) const {
+  if (source_) return source_->SharedFile(file);
   Result<std::shared_ptr<OpenDataFile>> open = files_->Open(*this, file);
   if (open.status().code() == Code::kNotFound) {
     return Status(Code::kDataLoss, FilePath(file) + ": the file is missing");
@@ -184,11 +187,15 @@ Result<std::shared_ptr<File>> OpenedCheckpoint::SharedFile(std::uint32_t file) c
   return std::shared_ptr<File>(std::move(open).value(), shared);
 }
 
-void OpenedCheckpoint::EvictFile(std::uint32_t file) const { files_->open.Erase(FilePath(file)); }
+void OpenedCheckpoint::EvictFile(std::uint32_t file) const {
+  if (source_) return source_->EvictFile(file);
+  files_->open.Erase(FilePath(file));
+}
 
 // Compares size and mtime with the record, and the change time with its last accepted value
 // (ForeignChanges). A program can restore an mtime but not a change time.
 Status OpenedCheckpoint::CheckFileUnchanged(std::uint32_t file, File& open) const {
+  if (source_) return source_->CheckFileUnchanged(file, open);
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, open.Stat());
@@ -199,6 +206,10 @@ Status OpenedCheckpoint::CheckFileUnchanged(std::uint32_t file, File& open) cons
 Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::Extents(
     const TensorEntry& tensor) const {
   if (!tensor.pending) return index_->Extents(tensor.ordinal);
+  if (source_) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry stored, WholeSourceOf(tensor));
+    return source_->Extents(stored);
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
   return lookup->shared_table();
 }
@@ -260,6 +271,7 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
 
 Result<std::optional<ExtentLookup::FileRun>> OpenedCheckpoint::FileRunOf(
     const TensorEntry& tensor) const {
+  if (source_) return MappedFileRun(tensor);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
   return lookup->file_run();
 }
@@ -267,6 +279,10 @@ Result<std::optional<ExtentLookup::FileRun>> OpenedCheckpoint::FileRunOf(
 // In a mount the kernel reads such a file directly (passthrough), so the checks of an open are made
 // here: the size, that it is a regular file, and that it did not change.
 Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
+  if (source_) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry stored, WholeSourceOf(tensor));
+    return source_->WholeFileOf(stored);
+  }
   const Status none(Code::kNotFound, "tensor " + tensor.meta.key() +
                                          ": the tensor is not stored in a file of its own");
   if (tensor.meta.bytes() == 0 || tensor.chunks == 0) return none;

@@ -25,10 +25,13 @@
 namespace tensormount {
 
 class ExtentLookup;
+class NameBinding;
 class ProvenRanges;
 class ProvingRead;
+struct ByteHull;
 struct ForeignBase;
 struct ForeignInventory;
+struct NameRules;
 
 // Which of the bytes that are read are compared with hashes.
 enum class ReadVerify {
@@ -92,8 +95,28 @@ class OpenedCheckpoint {
                                                                ForeignInventory inventory,
                                                                const std::string& path,
                                                                const Options& options);
+  // A checkpoint as a name map shows it (docs/mapping.md): index() has the mapped tensors, and
+  // reads of them read the stored tensors of `source`. Files, objects' bytes, common values,
+  // warnings, proven ranges and the path are those of `source`. Errors as for NameBinding::Bind;
+  // kUnsupported if `source` is mapped itself.
+  static Result<std::shared_ptr<OpenedCheckpoint>> Mapped(
+      std::shared_ptr<const OpenedCheckpoint> source, const NameRules& rules);
   ~OpenedCheckpoint();
 
+  // The index of the checkpoint as it is stored: index(), unless a name map is applied.
+  const CheckpointIndex& stored_index() const { return source_ ? *source_->index_ : *index_; }
+  // Whether the bytes of a tensor are stored with hashes. False for foreign formats, and for
+  // tensors without bytes. Errors as for Extents.
+  Result<bool> HasHashes(const TensorEntry& tensor) const;
+  // Whether a name map is applied.
+  bool is_mapped() const { return source_ != nullptr; }
+  // The stored key of which tensor number `ordinal` is another name; empty for a tensor that is put
+  // together from parts of others. Its own key if no name map is applied.
+  Result<std::string> StoredKeyOf(std::uint32_t ordinal) const;
+  // How the name map was applied; null if none is.
+  const NameBinding* binding() const { return binding_.get(); }
+  // The stored key of the object `key`.
+  std::string StoredObjectKey(const std::string& key) const;
   FileSystem& fs() const { return *fs_; }
   const std::string& directory() const { return directory_; }
   // Path for opening a checkpoint's own files. Valid while this object lives, even after a rename.
@@ -212,6 +235,17 @@ class OpenedCheckpoint {
   OpenedCheckpoint();
   struct PlannedRead;  // The chunks that a read may touch, and the copy plan over them.
   Result<PlannedRead> PlanRead(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
+  // Appends to `planned` the chunks of a tensor that may hold bytes of `hull`. Returns the places
+  // of their bytes.
+  Result<std::vector<std::vector<PlacedBox>>> AddChunks(const TensorEntry& tensor,
+                                                        const ByteHull& hull,
+                                                        PlannedRead& planned) const;
+  // The same functions for a mapped checkpoint (mapped_read.cc).
+  Result<PlannedRead> PlanMapped(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
+  Status PrepareMapped(const TensorEntry& tensor) const;
+  Result<std::optional<ExtentLookup::FileRun>> MappedFileRun(const TensorEntry& tensor) const;
+  // The stored tensor of which `tensor` is another name; kNotFound if it is not whole.
+  Result<TensorEntry> WholeSourceOf(const TensorEntry& tensor) const;
   std::size_t StartParts(const PlannedRead& planned, std::size_t first, ReadVerify verify) const;
   // Reads all parts of a plan once. `once` is null unless `verify` is kOnce.
   Status ReadPlan(const TensorEntry& tensor, const PlannedRead& planned,
@@ -239,6 +273,9 @@ class OpenedCheckpoint {
   std::vector<ForeignLoss> lost_;
   std::vector<std::string> beside_;
   std::unique_ptr<File> lock_;
+  // Both null, or a name map is applied: then files are opened and read by source_.
+  std::shared_ptr<const OpenedCheckpoint> source_;
+  std::shared_ptr<const NameBinding> binding_;
   std::shared_ptr<ProvenRanges> proven_;
   std::unique_ptr<Files> files_;
 };

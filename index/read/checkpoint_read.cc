@@ -11,11 +11,13 @@
 //
 // After bytes that no hash proves, a foreign file is checked for changes.
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/mapping.h"
+#include "index/read/planned_read.h"
 #include "index/read/stored_range_reader.h"
 #include "index/records/extent_row.h"
 #include "shard/copy_plan.h"
@@ -41,17 +43,10 @@ constexpr std::uint64_t kJoinedBytes = std::uint64_t{1} << 20;
 constexpr std::size_t kPartsAhead = 64;
 constexpr std::uint64_t kBytesAhead = std::uint64_t{16} << 20;
 
-// The bounding box of all of `want`, and the row-major byte range that contains it.
-struct Hull {
-  Dims begin;
-  Dims end;
-  ByteRange bytes;
-};
+}  // namespace
 
-// ExtentLookup searches by the hull's byte range. The range is exact for whole tensor rows; for
-// other boxes it goes from the first cell to the last.
-Hull HullOf(std::span<const PlacedBox> want, const Dims& byte_shape) {
-  Hull hull;
+ByteHull HullOf(std::span<const PlacedBox> want, const Dims& byte_shape) {
+  ByteHull hull;
   hull.begin = want[0].box.begin();
   hull.end = Dims::Filled(byte_shape.rank(), 0);
   for (const PlacedBox& placed : want) {
@@ -70,9 +65,11 @@ Hull HullOf(std::span<const PlacedBox> want, const Dims& byte_shape) {
   return hull;
 }
 
+namespace {
+
 // Whether the box of a table row may intersect the hull. Only for elements of whole bytes: the hull
 // then has the tensor's axes and one more, for the bytes of an element.
-bool MayMeet(const char* row, int rank, const Hull& hull) {
+bool MayMeet(const char* row, int rank, const ByteHull& hull) {
   for (int a = 0; a < rank; ++a) {
     const std::int64_t begin = extent_row::Begin(row, a);
     if (begin >= hull.end[a] || begin + extent_row::Extent(row, rank, a) <= hull.begin[a]) {
@@ -80,15 +77,6 @@ bool MayMeet(const char* row, int rank, const Hull& hull) {
     }
   }
   return true;
-}
-
-// A placed box of the whole tensor in one row-major buffer.
-PlacedBox WholeTensor(const Dims& byte_shape) {
-  PlacedBox whole{Box::Whole(byte_shape), 0, Dims::Filled(byte_shape.rank(), 1)};
-  for (int a = byte_shape.rank() - 2; a >= 0; --a) {
-    whole.strides[a] = whole.strides[a + 1] * byte_shape[a + 1];
-  }
-  return whole;
 }
 
 // The box of `placed` that contains `part`. Exactly one does, because the plan cut every part from
@@ -109,11 +97,13 @@ Status ReadPart(StoredRangeReader& reader, std::uint64_t chunk_offset, bool exte
                 const CopyPlan::Part& part, std::span<const PlacedBox> want, std::byte* base,
                 const Dims& byte_shape, ReadStats& stats, Crc64* digest) {
   const StridedCopy& copy = part.copy;
-  const PlacedBox& dst = Holder(want, part.part);
   if (copy.axes == 0 || copy.run >= kLongRun) {
     // If a run of the file is also a run of the tensor (`linear`), the digest is computed from
     // the arriving bytes: their CRC, shifted by the number of the tensor's bytes behind them.
-    const StridedCopy in_tensor = PlanCopy(part.part, dst, WholeTensor(byte_shape));
+    StridedCopy in_tensor;
+    if (digest != nullptr) {
+      in_tensor = PlanCopy(part.part, Holder(want, part.part), PlaceWhole(byte_shape));
+    }
     const bool linear = digest != nullptr && copy.axes == 0 && in_tensor.axes == 0;
     const auto tensor_bytes = static_cast<std::uint64_t>(Box::Whole(byte_shape).volume());
     const auto run_at = static_cast<std::uint64_t>(copy.src_offset) - chunk_offset;
@@ -149,7 +139,9 @@ Status ReadPart(StoredRangeReader& reader, std::uint64_t chunk_offset, bool exte
       // In a damaged index the range may be too short for the part. The read below reports that.
       if (map != nullptr && leaves.end >= end && LooksInMemory(map + leaves.begin, leaves.size())) {
         TENSORMOUNT_RETURN_IF_ERROR(reader.ReadMapped(copy, map, base));
-        if (digest != nullptr) *digest ^= DigestOfArrived(part, dst, base, byte_shape);
+        if (digest != nullptr) {
+          *digest ^= DigestOfArrived(part, Holder(want, part.part), base, byte_shape);
+        }
         return Status();
       }
     }
@@ -184,7 +176,9 @@ Status ReadPart(StoredRangeReader& reader, std::uint64_t chunk_offset, bool exte
     }
     TENSORMOUNT_RETURN_IF_ERROR(reader.ReadStrided(copy, base));
   }
-  if (digest != nullptr) *digest ^= DigestOfArrived(part, dst, base, byte_shape);
+  if (digest != nullptr) {
+    *digest ^= DigestOfArrived(part, Holder(want, part.part), base, byte_shape);
+  }
   return Status();
 }
 
@@ -299,32 +293,21 @@ Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
   return files_->lookups.Put(tensor.ordinal, std::move(lookup), weight);
 }
 
-struct OpenedCheckpoint::PlannedRead {
-  std::vector<ChunkRecord> chunks;
-  CopyPlan plan;
-};
-
 Status OpenedCheckpoint::Prepare(const TensorEntry& tensor) const {
+  if (binding_) return PrepareMapped(tensor);
   return Lookup(tensor).status();
 }
 
 // The lookup finds candidates by byte range. The packed table rows of the candidates are compared
 // with the hull (if elements are whole bytes), and only rows that may meet the hull are decoded.
-// CopyPlan::Make then proves that the parts fill the wanted boxes exactly, and names a box that is
-// stored in no chunk.
-Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
-    const TensorEntry& tensor, std::span<const PlacedBox> want) const {
+Result<std::vector<std::vector<PlacedBox>>> OpenedCheckpoint::AddChunks(
+    const TensorEntry& tensor, const ByteHull& hull, PlannedRead& planned) const {
   const TensorMeta& meta = tensor.meta;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
-  const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
-  const Hull hull = HullOf(want, byte_shape);
   const bool axes_agree = meta.bits() % 8 == 0;
   const ExtentLookup::Rows rows = lookup->Candidates(hull.bytes.begin, hull.bytes.end);
-  PlannedRead planned;
-  std::vector<ChunkRecord>& chunks = planned.chunks;
   std::vector<std::vector<PlacedBox>> placed;
-  chunks.reserve(std::min<std::size_t>(rows.end - rows.begin, 1024));
-  placed.reserve(chunks.capacity());
+  placed.reserve(std::min<std::size_t>(rows.end - rows.begin, 1024));
   for (std::size_t i = rows.begin; i < rows.end; ++i) {
     if (!lookup->MayTouch(i, hull.bytes.begin, hull.bytes.end)) continue;
     if (axes_agree && !MayMeet(lookup->table().Row(i).data(), lookup->table().rank(), hull)) {
@@ -341,11 +324,38 @@ Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
     TENSORMOUNT_ASSIGN_OR_RETURN(
         placed.emplace_back(),
         PlaceChunk(meta.dtype(), meta.shape(), chunk.region, chunk.offset, chunk.strides));
-    chunks.push_back(std::move(chunk));
+    planned.chunks.push_back(std::move(chunk));
+    planned.stored.push_back(&meta);
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(planned.plan, CopyPlan::Make(want, placed, &meta));
+  return placed;
+}
+
+// CopyPlan::Make proves that the parts fill the wanted boxes exactly, and names a box that is
+// stored in no chunk.
+Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
+    const TensorEntry& tensor, std::span<const PlacedBox> want) const {
+  if (binding_) return PlanMapped(tensor, want);
+  const TensorMeta& meta = tensor.meta;
+  PlannedRead planned;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const std::vector<std::vector<PlacedBox>> placed,
+      AddChunks(tensor, HullOf(want, ByteShape(meta.dtype(), meta.shape())), planned));
+  TENSORMOUNT_ASSIGN_OR_RETURN(CopyPlan plan, CopyPlan::Make(want, placed, &meta));
+  planned.bytes = plan.bytes();
+  planned.parts = std::move(plan).TakeParts();
   return planned;
 }
+
+namespace {
+
+void FillWithZeros(const PlacedBox& placed, std::byte* base) {
+  PlanCopy(placed.box, placed, placed)
+      .ForEachRun([&](std::int64_t, std::int64_t to, std::uint64_t size) {
+        std::memset(base + to, 0, size);
+      });
+}
+
+}  // namespace
 
 // kOnce skips the comparison of proven bytes. If a file changed during such a read, all bytes are
 // read again and compared.
@@ -355,16 +365,30 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   if (digest != nullptr) *digest = 0;
   if (want.empty()) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
-  stats.bytes_wanted += planned.plan.bytes();
+  stats.bytes_wanted += planned.bytes;
+  for (const PlacedBox& zeros : planned.zeros) FillWithZeros(zeros, base);
+  const OpenedCheckpoint& stored = source_ ? *source_ : *this;
+  // Parts in coordinates of names have no digest of their own, so it is computed from what arrived.
+  const bool of_parts = digest != nullptr && !planned.in_names;
+  const auto read = [&](ReadVerify how, ProvingRead* once) {
+    return stored.ReadPlan(tensor, planned, want, base, how, once, stats,
+                           of_parts ? digest : nullptr);
+  };
   if (verify == ReadVerify::kOnce) {
     ProvingRead once(*proven_);
-    TENSORMOUNT_RETURN_IF_ERROR(
-        ReadPlan(tensor, planned, want, base, verify, &once, stats, digest));
-    if (once.End()) return Status();
-    if (digest != nullptr) *digest = 0;
-    verify = ReadVerify::kExtendLeaves;
+    TENSORMOUNT_RETURN_IF_ERROR(read(verify, &once));
+    if (!once.End()) {
+      if (digest != nullptr) *digest = 0;
+      TENSORMOUNT_RETURN_IF_ERROR(read(ReadVerify::kExtendLeaves, nullptr));
+    }
+  } else {
+    TENSORMOUNT_RETURN_IF_ERROR(read(verify, nullptr));
   }
-  return ReadPlan(tensor, planned, want, base, verify, nullptr, stats, digest);
+  if (digest != nullptr && !of_parts) {
+    const Dims byte_shape = ByteShape(tensor.meta.dtype(), tensor.meta.shape());
+    for (const PlacedBox& placed : want) *digest ^= DigestOfPlaced(placed, base, byte_shape);
+  }
+  return Status();
 }
 
 // Announces parts from `first` on to storage, so that a disk or server works on all of them while
@@ -377,7 +401,7 @@ std::size_t OpenedCheckpoint::StartParts(const PlannedRead& planned, std::size_t
     std::uint32_t file = 0;
     ByteRange bytes;
   };
-  const std::span<const CopyPlan::Part> parts = planned.plan.parts();
+  const std::span<const CopyPlan::Part> parts = planned.parts;
   if (parts.size() - first < 2) return parts.size();  // Most reads of a mount have one part.
   std::vector<Stretch> stretches;
   std::uint64_t bytes = 0;
@@ -423,13 +447,12 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
                                   std::span<const PlacedBox> want, std::byte* base,
                                   ReadVerify verify, ProvingRead* once, ReadStats& stats,
                                   Crc64* digest) const {
-  const TensorMeta& meta = tensor.meta;
-  const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
+  const Dims byte_shape = ByteShape(tensor.meta.dtype(), tensor.meta.shape());
   const std::vector<ChunkRecord>& chunks = planned.chunks;
-  const CopyPlan& plan = planned.plan;
-  const std::span<const CopyPlan::Part> parts = plan.parts();
+  const std::span<const CopyPlan::Part> parts = planned.parts;
   std::shared_ptr<OpenDataFile> file;  // File of the previous part.
   std::uint32_t file_number = 0;
+  const TensorMeta* meta = &tensor.meta;  // Stored tensor of the previous part.
   // Whether bytes that no hash proves were read from `file`. A foreign file must then be checked
   // for changes.
   bool unproven = false;
@@ -442,9 +465,10 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
     const ChunkRecord& chunk = chunks[number];
     if (file && file_number != chunk.file && unproven) {
       TENSORMOUNT_RETURN_IF_ERROR(
-          CheckUnchangedAfterRead(*this, meta, file_number, *file, Status(), false));
+          CheckUnchangedAfterRead(*this, *meta, file_number, *file, Status(), false));
       unproven = false;
     }
+    meta = planned.stored[number];
     // Whether all bytes that this read takes from the chunk are proven.
     bool held = false;
     if (once != nullptr && chunk.has_hash) {
@@ -459,7 +483,7 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
       }
     }
     StoredRangeReader reader(*this, *files_,
-                             {.tensor = &meta,
+                             {.tensor = meta,
                               .region = &chunk.region,
                               .object = {},
                               .file = chunk.file,
@@ -493,12 +517,13 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
     if (!status.ok()) {
       // The next read opens the file's name again, which may be a repaired copy by then.
       EvictFile(chunk.file);
-      return file ? CheckUnchangedAfterRead(*this, meta, file_number, *file, status, chunk.has_hash)
-                  : status;
+      return file
+                 ? CheckUnchangedAfterRead(*this, *meta, file_number, *file, status, chunk.has_hash)
+                 : status;
     }
   }
   return file && unproven
-             ? CheckUnchangedAfterRead(*this, meta, file_number, *file, Status(), false)
+             ? CheckUnchangedAfterRead(*this, *meta, file_number, *file, Status(), false)
              : Status();
 }
 
@@ -560,6 +585,7 @@ Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offs
 // hash proves stays kDataLoss, and the message has both reasons.
 Status OpenedCheckpoint::ReadObject(const ObjectRecord& object, std::uint64_t offset, void* out,
                                     std::size_t size, ReadVerify verify) const {
+  if (source_) return source_->ReadObject(object, offset, out, size, verify);
   std::string name = "object " + object.key;
   if (object.grid.rank() > 0) name += " part " + object.index.ToString();
   if (!RangeWithin(offset, size, object.length)) {
@@ -644,8 +670,10 @@ Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
   if (want.empty() || (verify != ReadVerify::kOff && verify != ReadVerify::kOnce)) return mapped;
   ProvingRead once(*proven_);
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
+  if (!planned.zeros.empty()) return mapped;
+  const OpenedCheckpoint& stored = source_ ? *source_ : *this;
   std::vector<Run> runs;
-  for (const CopyPlan::Part& part : planned.plan.parts()) {
+  for (const CopyPlan::Part& part : planned.parts) {
     if (part.copy.runs() > kMaxRuns - runs.size()) return mapped;
     part.copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
       runs.push_back({static_cast<std::uint64_t>(src), dst, size, part.chunk});
@@ -664,7 +692,7 @@ Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
       return std::vector<MappedRange>();
     }
     if (!file || number != file_number) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(file, files_->Open(*this, number));
+      TENSORMOUNT_ASSIGN_OR_RETURN(file, stored.files_->Open(stored, number));
       file_number = number;
       if (verify == ReadVerify::kOnce) once.BeginFile(number, file);
     }

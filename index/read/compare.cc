@@ -20,7 +20,6 @@
 #include "base/glob.h"
 #include "base/parallel.h"
 #include "base/thread.h"
-#include "index/records/key_renames.h"
 
 namespace tensormount {
 namespace {
@@ -36,21 +35,10 @@ bool MatchesGlob(const std::string& glob, const std::string& key) {
   return glob.empty() || GlobMatches(glob, key);
 }
 
-// The tensors of one side in the order of the compared names. Without renames the index gives keys
-// in order, kPage at a time. With renames, ordinals are first sorted by name (4 bytes for each
-// tensor), and tensors are looked up one by one.
+// The tensors of one side in the order of their keys, kPage at a time.
 class Cursor {
  public:
-  Cursor(const CheckpointIndex& index, const std::string& glob, const KeyRenames* names)
-      : index_(index), glob_(glob), names_(names) {
-    if (names == nullptr) return;
-    for (std::uint32_t i = 0; i < names->tensors().size(); ++i) {
-      if (!names->tensors()[i].empty()) order_.push_back(i);
-    }
-    std::sort(order_.begin(), order_.end(), [&](std::uint32_t a, std::uint32_t b) {
-      return names->tensors()[a] < names->tensors()[b];
-    });
-  }
+  Cursor(const CheckpointIndex& index, const std::string& glob) : index_(index), glob_(glob) {}
 
   // The current tensor; null at the end. Valid until Pop.
   Result<const TensorEntry*> Peek() {
@@ -58,19 +46,16 @@ class Cursor {
       if (end_) return static_cast<const TensorEntry*>(nullptr);
       page_.clear();
       at_ = 0;
-      TENSORMOUNT_RETURN_IF_ERROR(names_ == nullptr ? FillInKeyOrder() : FillByName());
+      TENSORMOUNT_RETURN_IF_ERROR(Fill());
     }
     return &page_[at_];
   }
   void Pop() { ++at_; }
-  const std::string& Name(const TensorEntry& tensor) const {
-    return names_ == nullptr ? tensor.meta.key() : names_->tensors()[tensor.ordinal];
-  }
 
  private:
   static constexpr std::size_t kPage = 1024;
 
-  Status FillInKeyOrder() {
+  Status Fill() {
     std::size_t seen = 0;
     TENSORMOUNT_RETURN_IF_ERROR(index_.ForEachTensor(next_, [&](const TensorEntry& tensor) {
       if (MatchesGlob(glob_, tensor.meta.key())) page_.push_back(tensor);
@@ -80,22 +65,9 @@ class Cursor {
     end_ = seen < kPage;
     return {};
   }
-  Status FillByName() {
-    while (page_.size() < kPage && next_ < order_.size()) {
-      const std::uint32_t ordinal = order_[next_++];
-      if (!MatchesGlob(glob_, names_->tensors()[ordinal])) continue;
-      TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry tensor, index_.At(ordinal));
-      page_.push_back(std::move(tensor));
-    }
-    end_ = next_ == order_.size();
-    return {};
-  }
 
   const CheckpointIndex& index_;
   const std::string& glob_;
-  const KeyRenames* names_;
-  // Ordinals by new name. Used only with renames.
-  std::vector<std::uint32_t> order_;
   std::uint32_t next_ = 0;
   std::vector<TensorEntry> page_;
   std::size_t at_ = 0;
@@ -140,20 +112,21 @@ class CheckpointComparison {
   using Outcome = std::optional<Mismatch>;
 
   Status Tensors() {
-    Cursor a(first_.index(), options_.keys, options_.first_names);
-    Cursor b(second_.index(), options_.keys, nullptr);
+    Cursor a(first_.index(), options_.keys);
+    Cursor b(second_.index(), options_.keys);
     for (;;) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry* mine, a.Peek());
       TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry* theirs, b.Peek());
       if (mine == nullptr && theirs == nullptr) break;
       int order = mine == nullptr ? 1 : -1;
-      if (mine != nullptr && theirs != nullptr) order = a.Name(*mine).compare(theirs->meta.key());
+      if (mine != nullptr && theirs != nullptr)
+        order = mine->meta.key().compare(theirs->meta.key());
       if (order == 0) {
         CompareTensors(*mine, *theirs);
       } else {
         Mismatch& alone = batch_.emplace_back().emplace();
         alone.kind = order < 0 ? Mismatch::Kind::kRemoved : Mismatch::Kind::kAdded;
-        alone.key = order < 0 ? a.Name(*mine) : theirs->meta.key();
+        alone.key = (order < 0 ? mine : theirs)->meta.key();
         (order < 0 ? alone.first : alone.second) = order < 0 ? mine->meta : theirs->meta;
       }
       if (order <= 0) a.Pop();
@@ -349,25 +322,22 @@ class CheckpointComparison {
   // ---- Objects ----
 
   struct Part {
-    std::string name;  // The key under which the part is compared.
     ObjectRecord object;
     std::vector<std::int64_t> index;
-    auto order() const { return std::tie(name, index); }
+    auto order() const { return std::tie(object.key, index); }
     std::string Text() const {
-      return object.grid.rank() == 0 ? name : name + " " + object.index.ToString();
+      return object.grid.rank() == 0 ? object.key : object.key + " " + object.index.ToString();
     }
   };
 
   // The object parts of one side, sorted. They are in memory, because there are few.
-  Result<std::vector<Part>> PartsOf(const OpenedCheckpoint& checkpoint, const KeyRenames* names) {
+  Result<std::vector<Part>> PartsOf(const OpenedCheckpoint& checkpoint) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> objects, checkpoint.index().Objects());
     std::vector<Part> parts;
     for (ObjectRecord& object : objects) {
-      std::string name = names == nullptr ? object.key : names->Object(object.key);
-      if (name.empty() || !MatchesGlob(options_.keys, name)) continue;
+      if (!MatchesGlob(options_.keys, object.key)) continue;
       std::vector<std::int64_t> index(object.index.begin(), object.index.end());
-      parts.push_back(
-          {.name = std::move(name), .object = std::move(object), .index = std::move(index)});
+      parts.push_back({.object = std::move(object), .index = std::move(index)});
     }
     std::sort(parts.begin(), parts.end(),
               [](const Part& a, const Part& b) { return a.order() < b.order(); });
@@ -375,9 +345,8 @@ class CheckpointComparison {
   }
 
   Status Objects() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Part> mine,
-                                 PartsOf(first_, options_.first_names));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Part> theirs, PartsOf(second_, nullptr));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Part> mine, PartsOf(first_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Part> theirs, PartsOf(second_));
     auto a = mine.begin();
     auto b = theirs.begin();
     while (a != mine.end() || b != theirs.end()) {

@@ -21,8 +21,6 @@
 // sharding. Foreign checkpoints have no digests, so their data are read.
 namespace tensormount {
 
-class KeyRenames;
-
 // One mismatch. `subject` and `kind` determine which members are set; the others are empty.
 struct Mismatch {
   enum class Subject { kTensor, kObject, kCommon };
@@ -69,20 +67,16 @@ struct CompareOptions {
   bool values = false;  // Also read tensors that differ, and fill Mismatch::values.
   // Compare only keys that match this glob (fnmatch, '*' crosses '/'). Empty: all.
   std::string keys;
-  // Renames the first side's keys before the comparison. Null: no renames. Must outlive the call.
-  const KeyRenames* first_names = nullptr;
   int threads = 0;  // Number of threads; 0: the number of cores, at most 8.
   std::size_t block_bytes = std::size_t{4} << 20;  // Size of a block. Each thread has two blocks.
   Watch watch;                                     // Counts the bytes of both sides. May be empty.
 };
 
 // Calls `each` on this thread for every mismatch: tensors by key, then objects, then common values.
-// Keys of the first side are renamed before (first_names), so that a rename alone is no mismatch.
 // Data are read only where a side has no digest (objects: no hash), or if `values` is set. Several
 // threads read blocks in row-major order; every byte that has a hash is verified. Memory is two
-// blocks for each thread, a few thousand keys and the object parts, and with renames 4 bytes for
-// each tensor. The first error of a read (with tensor and file), of `each` or of the watch ends the
-// call.
+// blocks for each thread, a few thousand keys and the object parts. The first error of a read (with
+// tensor and file), of `each` or of the watch ends the call.
 Result<CompareSummary> CompareCheckpoints(const OpenedCheckpoint& first,
                                           const OpenedCheckpoint& second,
                                           const CompareOptions& options,

@@ -6,7 +6,6 @@
 #include "base/glob.h"
 #include "index/read/compare.h"
 #include "index/records/common_tree.h"
-#include "index/records/key_renames.h"
 #include "index/records/layer_names.h"
 
 namespace tensormount {
@@ -99,21 +98,6 @@ CommonDict AsDict(const CommonValues& values) {
   return dict;
 }
 
-// Layer-name patterns by the key of the stacked tensor. If a key is renamed, its pattern is renamed
-// too.
-Result<std::map<std::string, std::string>> PatternsOf(const CheckpointIndex& index,
-                                                      const KeyRenames* names) {
-  if (names == nullptr) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto layers, index.Layers());
-    return layers->patterns();
-  }
-  std::map<std::string, std::string> patterns;
-  for (const auto& [ordinal, pattern] : names->layers()) {
-    patterns.emplace(names->tensors()[ordinal], pattern);
-  }
-  return patterns;
-}
-
 }  // namespace
 
 Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second,
@@ -135,8 +119,11 @@ Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second
   }
   TENSORMOUNT_RETURN_IF_ERROR(walk.Dicts("content: ", "", a.content, b.content));
 
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto mine, PatternsOf(first, options.first_names));
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto theirs, PatternsOf(second, nullptr));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto first_layers, first.Layers());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto second_layers, second.Layers());
+  // Layer-name patterns by the key of the stacked tensor.
+  std::map<std::string, std::string> mine = first_layers->patterns();
+  std::map<std::string, std::string> theirs = second_layers->patterns();
   // A key that only this side has is added to the other side with an empty pattern, which means
   // "none".
   for (const auto& [key, pattern] : mine) theirs.try_emplace(key, "");

@@ -11,6 +11,7 @@
 #include "base/coding.h"
 #include "index/records/index_records.h"
 #include "index/records/layer_names.h"
+#include "index/records/mapped_table.h"
 #include "index/records/memory_table.h"
 #include "index/records/record_coding.h"
 #include "index/records/recovering_table.h"
@@ -108,6 +109,13 @@ Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Inve
 Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromInventory(
     const Inventory& inventory) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<MemoryTable> table, ToMemory(inventory, true));
+  return Load(std::move(table), true);
+}
+
+Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::Mapped(
+    std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<MappedTable> table,
+                               MappedTable::Make(std::move(source), std::move(binding)));
   return Load(std::move(table), true);
 }
 

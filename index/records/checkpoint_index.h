@@ -53,15 +53,17 @@ struct TensorEntry {
 
 class LayerNames;
 class MemoryTable;
+class NameBinding;
 struct LayerEntry;
 
-// Sorted key/value records: the interface between an index and its storage, with three
+// Sorted key/value records: the interface between an index and its storage, with four
 // implementations:
 //   SstTable         the file index/index.sst of a published checkpoint
 //   MemoryTable      records made from an Inventory: for foreign checkpoints, which have no
 //                    index, and for an index that was rebuilt
+//   MappedTable      records that a name map makes from those of another index
 //   RecoveringTable  an SstTable that switches to another table when a read meets a damaged block
-// Tables hold bytes; CheckpointIndex checks the records, and treats all three as untrusted input.
+// Tables hold bytes; CheckpointIndex checks the records, and treats all of them as untrusted input.
 // Get and Scan are thread-safe.
 class Table {
  public:
@@ -119,6 +121,10 @@ class CheckpointIndex {
       std::uint64_t check_bytes = kMaxFullyCheckedIndexBytes,
       std::function<Result<std::shared_ptr<const Table>>()> again = {});
 
+  // The index of `source` as a name map shows it (index/records/mapped_table.h).
+  static Result<std::shared_ptr<const CheckpointIndex>> Mapped(
+      std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding);
+
   // A table in memory with the same records that WriteSst writes for `inventory`.
   static Result<std::shared_ptr<const MemoryTable>> RecordsOf(const Inventory& inventory);
 
@@ -128,8 +134,8 @@ class CheckpointIndex {
   static bool IsCopyDamaged(const Status& status);
   // The damage that another copy of the records bypasses, as text. Empty: none was found.
   std::string recovered() const { return table_->recovered(); }
-  // Whether FromInventory made this index. Chunks may then be pending, and SafetensorsHeader has no
-  // header.
+  // Whether FromInventory or Mapped made this index. Chunks may then be pending, and
+  // SafetensorsHeader has no header.
   bool in_memory() const { return in_memory_; }
   const CheckpointInfo& info() const { return info_; }
   const std::vector<FileRecord>& files() const { return files_; }

@@ -125,15 +125,10 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kSafetensors, static_cast<std::uint32_t>(at / kPageBytes)),
                                    std::string_view(layout.header).substr(at, kPageBytes)));
   }
+  counts.files = static_cast<std::uint32_t>(inventory.files.size());
+  counts.manifests = static_cast<std::uint32_t>(inventory.manifests.size());
   value.bytes().clear();
-  value.U32(kVersion);
-  EncodeInfo(value, inventory.info);
-  value.U32(counts.tensors);
-  value.U64(counts.tensor_bytes);
-  value.U64(counts.chunks);
-  value.U64(counts.safetensors_header_bytes);
-  value.U32(static_cast<std::uint32_t>(inventory.files.size()));
-  value.U32(static_cast<std::uint32_t>(inventory.manifests.size()));
+  EncodeInfoRecord(value, inventory.info, counts);
   TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kInfo), value.bytes()));
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
     // Big-endian like ordinals in keys.
@@ -159,15 +154,16 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
     const TensorRecord& tensor = inventory.tensors[i];
     value.bytes().clear();
-    EncodeMeta(value, tensor.meta);
-    value.U8(static_cast<std::uint8_t>((tensor.has_digest ? kRecordHasDigest : 0) |
-                                       (!to_memory && layout.held[i] ? kInSafetensors : 0) |
-                                       (passed[i].wide ? kRecordWide : 0) |
-                                       (passed[i].pending ? kPending : 0)));
-    value.U64(tensor.digest);
-    value.I64(tensor.mtime);
-    value.U64(passed[i].chunks);
-    value.U64(to_memory ? 0 : layout.offsets[i]);
+    EncodeTensor(value, {.ordinal = i,
+                         .meta = tensor.meta,
+                         .digest = tensor.digest,
+                         .has_digest = tensor.has_digest,
+                         .mtime = tensor.mtime,
+                         .chunks = passed[i].chunks,
+                         .safetensors_offset = to_memory ? 0 : layout.offsets[i],
+                         .in_safetensors = !to_memory && layout.held[i],
+                         .wide = passed[i].wide,
+                         .pending = passed[i].pending});
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kTensor, i), value.bytes()));
   }
   for (std::uint32_t i = 0; i < inventory.extras.size(); ++i) {
@@ -176,6 +172,28 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kExtra, i), value.bytes()));
   }
   return Status();
+}
+
+void EncodeTensor(ByteWriter& out, const TensorEntry& entry) {
+  EncodeMeta(out, entry.meta);
+  out.U8(static_cast<std::uint8_t>(
+      (entry.has_digest ? kRecordHasDigest : 0) | (entry.in_safetensors ? kInSafetensors : 0) |
+      (entry.wide ? kRecordWide : 0) | (entry.pending ? kPending : 0)));
+  out.U64(entry.digest);
+  out.I64(entry.mtime);
+  out.U64(entry.chunks);
+  out.U64(entry.safetensors_offset);
+}
+
+void EncodeInfoRecord(ByteWriter& out, const CheckpointInfo& info, const Counts& counts) {
+  out.U32(kVersion);
+  EncodeInfo(out, info);
+  out.U32(counts.tensors);
+  out.U64(counts.tensor_bytes);
+  out.U64(counts.chunks);
+  out.U64(counts.safetensors_header_bytes);
+  out.U32(counts.files);
+  out.U32(counts.manifests);
 }
 
 Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal, bool from_memory) {

@@ -65,6 +65,10 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
 // The pass over an inventory that has its extents in memory.
 TensorPass AllTensors(const Inventory& inventory);
 
+// Encodes a tensor record. `ordinal` is in the record's key.
+void EncodeTensor(ByteWriter& out, const TensorEntry& entry);
+void EncodeInfoRecord(ByteWriter& out, const CheckpointInfo& info, const Counts& counts);
+
 // Decodes a tensor record and checks its fields. CheckpointIndex::Find checks that `ordinal`
 // belongs to the key. `from_memory`: the record was never on disk, so chunks may be pending.
 Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal, bool from_memory);

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "index/records/glob_captures.h"
+#include "index/records/key_rule.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -25,9 +26,10 @@ std::string QuotedJson(std::string_view text) {
   return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-Status BadRule(std::size_t number, std::string_view why) {
-  return Status(Code::kInvalidArgument,
-                "key map: rule " + std::to_string(number + 1) + ": " + std::string(why));
+Status BadKeyRule(std::string why) { return Status(Code::kInvalidArgument, std::move(why)); }
+
+Status InRule(const Status& status, std::size_t number) {
+  return status.WithContext("key map: rule " + std::to_string(number + 1));
 }
 
 std::size_t Stars(std::string_view text) {
@@ -48,52 +50,39 @@ std::string Fill(std::string_view to, const std::vector<std::string_view>& captu
   return out;
 }
 
-// Result of applying a rule to a matching key. `dropped` tells a dropped key from an empty new
-// name.
-struct Renamed {
-  std::string name;
-  bool dropped = false;
-};
-std::optional<Renamed> ApplyRule(const Rule& rule, std::string_view key) {
+}  // namespace
+
+std::optional<RenamedKey> ApplyKeyRule(const Rule& rule, std::string_view key) {
   switch (rule.kind) {
     case RuleKind::kKey:
       if (key != rule.from) return std::nullopt;
-      return Renamed{.name = rule.to};
+      return RenamedKey{.name = rule.to};
     case RuleKind::kPrefix:
       if (!key.starts_with(rule.from)) return std::nullopt;
-      return Renamed{.name = rule.to + std::string(key.substr(rule.from.size()))};
+      return RenamedKey{.name = rule.to + std::string(key.substr(rule.from.size()))};
     case RuleKind::kMatch: {
       const auto captures = GlobCaptures(rule.from, key);
       if (!captures) return std::nullopt;
-      return Renamed{.name = Fill(rule.to, *captures)};
+      return RenamedKey{.name = Fill(rule.to, *captures)};
     }
     case RuleKind::kDrop:
       if (!GlobCaptures(rule.from, key)) return std::nullopt;
-      return Renamed{.name = {}, .dropped = true};
+      return RenamedKey{.name = {}, .dropped = true};
   }
   return std::nullopt;
 }
 
-// The new name by the first matching rule. A key that no rule matches keeps its name.
-Renamed ApplyRules(const std::vector<Rule>& rules, std::string_view key) {
-  for (const Rule& rule : rules) {
-    if (std::optional<Renamed> renamed = ApplyRule(rule, key)) return *std::move(renamed);
-  }
-  return {.name = std::string(key)};
-}
-
-// Parses one rule, an object of the JSON list.
-Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
+Result<Rule> KeyRuleFromJson(const Json& json) {
   static constexpr std::pair<const char*, RuleKind> kKinds[] = {{"key", RuleKind::kKey},
                                                                 {"prefix", RuleKind::kPrefix},
                                                                 {"match", RuleKind::kMatch},
                                                                 {"drop", RuleKind::kDrop}};
-  if (!json.is_object()) return BadRule(number, "expected an object");
+  if (!json.is_object()) return BadKeyRule("expected an object");
   Rule rule;
   bool has_kind = false;
   bool has_to = false;
   for (const auto& [name, value] : json.items()) {
-    if (!value.is_string()) return BadRule(number, QuotedJson(name) + " must be a string");
+    if (!value.is_string()) return BadKeyRule(QuotedJson(name) + " must be a string");
     if (name == "to") {
       rule.to = value.get<std::string>();
       has_to = true;
@@ -101,17 +90,42 @@ Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
     }
     const auto* kind = std::find_if(std::begin(kKinds), std::end(kKinds),
                                     [&, &n = name](const auto& k) { return n == k.first; });
-    if (kind == std::end(kKinds)) return BadRule(number, "unknown field " + QuotedJson(name));
-    if (has_kind) return BadRule(number, "expected only one of key, prefix, match and drop");
+    if (kind == std::end(kKinds)) return BadKeyRule("unknown field " + QuotedJson(name));
+    if (has_kind) return BadKeyRule("expected only one of key, prefix, match and drop");
     has_kind = true;
     rule.kind = kind->second;
     rule.from = value.get<std::string>();
   }
-  if (!has_kind) return BadRule(number, "expected one of key, prefix, match and drop");
+  if (!has_kind) return BadKeyRule("expected one of key, prefix, match and drop");
   if (has_to != (rule.kind != RuleKind::kDrop)) {
-    return BadRule(number, has_to ? "a rule with drop takes no \"to\"" : "\"to\" is missing");
+    return BadKeyRule(has_to ? "a rule with drop takes no \"to\"" : "\"to\" is missing");
   }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckKeyRule(rule));
   return rule;
+}
+
+Status CheckKeyRule(const Rule& rule) {
+  if (rule.from.empty()) return BadKeyRule("the key, prefix or pattern to match is empty");
+  if (rule.kind == RuleKind::kDrop && !rule.to.empty()) return BadKeyRule("drop takes no \"to\"");
+  if (rule.kind == RuleKind::kKey) {
+    const Status legal = CheckKey(rule.to);
+    if (!legal.ok()) return BadKeyRule("\"to\": " + legal.message());
+  }
+  if (rule.kind == RuleKind::kMatch && Stars(rule.from) != Stars(rule.to)) {
+    return BadKeyRule(QuotedJson(rule.from) + " has " + std::to_string(Stars(rule.from)) +
+                      " '*' and " + QuotedJson(rule.to) + " has " + std::to_string(Stars(rule.to)));
+  }
+  return Status();
+}
+
+namespace {
+
+// The new name by the first matching rule. A key that no rule matches keeps its name.
+RenamedKey ApplyRules(const std::vector<Rule>& rules, std::string_view key) {
+  for (const Rule& rule : rules) {
+    if (std::optional<RenamedKey> renamed = ApplyKeyRule(rule, key)) return *std::move(renamed);
+  }
+  return {.name = std::string(key)};
 }
 
 }  // namespace
@@ -139,26 +153,16 @@ Result<KeyMap> KeyMap::FromJson(std::string_view json) {
   if (!parsed.is_array()) return Status(Code::kInvalidArgument, "key map: expected a list");
   std::vector<Rule> rules;
   for (std::size_t i = 0; i < parsed.size(); ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(Rule rule, RuleFromJson(parsed[i], i));
-    rules.push_back(std::move(rule));
+    Result<Rule> rule = KeyRuleFromJson(parsed[i]);
+    if (!rule.ok()) return InRule(rule.status(), i);
+    rules.push_back(std::move(rule).value());
   }
   return Make(std::move(rules));
 }
 
 Result<KeyMap> KeyMap::Make(std::vector<Rule> rules) {
   for (std::size_t i = 0; i < rules.size(); ++i) {
-    const Rule& rule = rules[i];
-    if (rule.from.empty()) return BadRule(i, "the key, prefix or pattern to match is empty");
-    if (rule.kind == RuleKind::kDrop && !rule.to.empty()) return BadRule(i, "drop takes no \"to\"");
-    if (rule.kind == RuleKind::kKey) {
-      const Status legal = CheckKey(rule.to);
-      if (!legal.ok()) return BadRule(i, "\"to\": " + legal.message());
-    }
-    if (rule.kind == RuleKind::kMatch && Stars(rule.from) != Stars(rule.to)) {
-      return BadRule(i, QuotedJson(rule.from) + " has " + std::to_string(Stars(rule.from)) +
-                            " '*' and " + QuotedJson(rule.to) + " has " +
-                            std::to_string(Stars(rule.to)));
-    }
+    if (Status bad = CheckKeyRule(rules[i]); !bad.ok()) return InRule(bad, i);
   }
   KeyMap map;
   map.rules_ = std::move(rules);
@@ -166,7 +170,7 @@ Result<KeyMap> KeyMap::Make(std::vector<Rule> rules) {
 }
 
 bool KeyMap::Matches(const Rule& rule, std::string_view key) {
-  return ApplyRule(rule, key).has_value();
+  return ApplyKeyRule(rule, key).has_value();
 }
 
 std::string KeyMap::Apply(std::string_view key) const { return ApplyRules(rules_, key).name; }
@@ -175,7 +179,7 @@ Result<std::vector<std::string>> KeyMap::ApplyToAll(std::span<const std::string>
   std::vector<std::string> names;
   names.reserve(keys.size());
   for (const std::string& key : keys) {
-    Renamed renamed = ApplyRules(rules_, key);
+    RenamedKey renamed = ApplyRules(rules_, key);
     if (!renamed.dropped) {
       const Status legal = CheckKey(renamed.name);
       if (!legal.ok()) {

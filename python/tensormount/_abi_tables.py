@@ -168,6 +168,7 @@ class OpenOptions(Structure):
         ("roots", POINTER(c_char_p)),
         ("root_count", c_size_t),
         ("file", c_char_p),
+        ("name_map", c_char_p),
     ]
 
 
@@ -379,6 +380,7 @@ class LoadOptions(Structure):
         ("exchange_via", c_int32),
         ("roots", POINTER(c_char_p)),
         ("root_count", c_size_t),
+        ("name_map", c_char_p),
     ]
 
 

@@ -9,7 +9,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from tensormount import _abi, _dtypes, _index, _reads
+from tensormount import _abi, _dtypes, _index, _names, _reads
+from tensormount._names import NameOptions, name_map
 from tensormount._objects import Objects
 from tensormount.errors import (
     CancelledError,
@@ -25,7 +26,7 @@ from tensormount.errors import (
 
 if TYPE_CHECKING:
     import numpy
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
     from tensormount._files import Files
     from tensormount._progress import Progress
@@ -62,7 +63,7 @@ class _Handle:
 
 
 def open(
-    path: PathLike, *, roots: Sequence[PathLike] = (), file: Optional[str] = None
+    path: PathLike, *, roots: Sequence[PathLike] = (), file: Optional[str] = None, **names: Unpack[NameOptions]
 ) -> Checkpoint:
     """Opens a checkpoint for reading. Runs no code from it and writes nothing.
 
@@ -73,6 +74,12 @@ def open(
     roots     directories that links out of a foreign directory may lead into, and that may contain data of
               checkpoints which another user adopted.
     file      the file or index to read, if the directory has several sets of weights; the same as path/file.
+    names     a name map: rules that rename, split and join tensors without copying them (docs/mapping.md). The
+              checkpoint has the keys that they give.
+    as_       the same by rules of the library: "hf" for the names of Hugging Face files; from_ names the layout
+              of the checkpoint ("megatron") if its keys do not.
+    numbers   sizes that rules use and shapes do not give: {"heads": 32}.
+    config    with as_: the model's config.json, as a dict, or the directory that has it.
 
     Raises CheckpointNotFoundError (a FileNotFoundError), DataLossError, PermissionDeniedError;
     UnsupportedError for a newer or unknown format, a URL, or a path that begins with "~/" (only shells
@@ -84,7 +91,7 @@ def open(
         ['w']
         >>> checkpoint.close()
     """
-    return Checkpoint(path, roots=roots, file=file)
+    return Checkpoint(path, roots=roots, file=file, **names)
 
 
 class Checkpoint:
@@ -101,9 +108,11 @@ class Checkpoint:
     _handle: Optional[_Handle]
 
     def __init__(
-        self, path: PathLike, *, roots: Sequence[PathLike] = (), file: Optional[str] = None
+        self, path: PathLike, *, roots: Sequence[PathLike] = (), file: Optional[str] = None,
+        **names: Unpack[NameOptions],
     ) -> None:
         self._handle = None
+        self._names = name_map(names)
         self._roots = tuple(os.fsdecode(root) for root in roots)
         given = os.fsencode(path if file is None else os.path.join(os.fsdecode(path), file))
         shown = os.fsdecode(given)
@@ -111,12 +120,13 @@ class Checkpoint:
             raise InvalidArgumentError(f"{shown!r}: a path must not contain NUL")
         lib = _abi.library()
         out = ctypes.c_void_p()
-        if self._roots:
+        if self._roots or self._names:
             array = (ctypes.c_char_p * len(self._roots))(*map(os.fsencode, self._roots))
             options = _abi.OpenOptions(
                 struct_size=ctypes.sizeof(_abi.OpenOptions),
                 roots=array,
                 root_count=len(self._roots),
+                name_map=self._names,
             )
             status = lib.tm_checkpoint_open_with(given, _addressof(options), _addressof(out))
         else:
@@ -173,7 +183,7 @@ class Checkpoint:
     def _reopened_in_child(self, inherited: _Handle) -> _Handle:
         """Opens the checkpoint again in a forked child (a worker of a DataLoader), because a lock of the inherited
         handle may be held by a thread that does not exist here. StaleError: it was replaced meanwhile."""
-        mine = Checkpoint(self._path, roots=self._roots)
+        mine = _open_again(Checkpoint, self._path, self._roots, self._names)
         if mine._uuid != self._uuid:
             raise StaleError(
                 f"{self._path}: the checkpoint was replaced by another one after process "
@@ -185,7 +195,7 @@ class Checkpoint:
         return handle
 
     def __reduce__(self) -> Any:
-        return (_reopen, (type(self), self._path, self._uuid, self._roots))
+        return (_reopen, (type(self), self._path, self._uuid, self._roots, self._names))
 
     def __repr__(self) -> str:
         state = "closed" if self._handle is None else f"{len(self)} tensors"
@@ -310,7 +320,7 @@ class Checkpoint:
         """
         jobs = []
         stop: list[bool] = []
-        for name, what in _named_reads(wanted).items():
+        for name, what in _reads.named_reads(wanted).items():
             key, index = (what, ...) if isinstance(what, str) else what
             tensor = self[key]
             tensor._stop = stop
@@ -942,26 +952,20 @@ class _Mapping:
         }
 
 
-def _reopen(
-    kind: type[Checkpoint], path: str, uuid: Optional[str], roots: Sequence[str] = ()
+def _open_again(
+    kind: type[Checkpoint], path: str, roots: Sequence[str], names: Optional[bytes]
 ) -> Checkpoint:
-    opened = kind(path, roots=roots)
+    return kind(path, roots=roots, **_names.options_of(names))
+
+
+def _reopen(
+    kind: type[Checkpoint], path: str, uuid: Optional[str], roots: Sequence[str] = (),
+    names: Optional[bytes] = None,
+) -> Checkpoint:
+    opened = _open_again(kind, path, roots, names)
     if opened.uuid != uuid:
         raise StaleError(f"{path}: the checkpoint was replaced by another one after it was pickled")
     return opened
-
-
-def _named_reads(wanted: Union[Mapping[str, Any], Iterable[str]]) -> Mapping[str, Any]:
-    """The reads of `read_many`: name of the result to key, or to (key, index)."""
-    if isinstance(wanted, Mapping):
-        return wanted
-    keys = [] if isinstance(wanted, (str, bytes)) else list(wanted)
-    if isinstance(wanted, (str, bytes)) or not all(isinstance(key, str) for key in keys):
-        raise InvalidArgumentError(
-            f"read_many({wanted!r}): a list of keys, or a dict of names to keys or (key, index), was "
-            "expected"
-        )
-    return {key: key for key in keys}
 
 
 def _encode(key: object) -> bytes:

@@ -9,12 +9,13 @@ import json
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from glob import escape
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union, cast
 
 from tensormount import _abi, _key_map, _lost, _paths, _shards, _tree
 from tensormount._checkpoint import open as open_checkpoint
 from tensormount._jobs import EventHook, Job, begin, log, set_hook, set_times
 from tensormount._leaves import ObjectPart, registry
+from tensormount._names import NameOptions, Names, name_map
 from tensormount._progress import Progress, check_progress
 from tensormount._save import _await_verdict, _choice_number, _group, flag
 from tensormount._state import (
@@ -110,6 +111,11 @@ class LoadOptions(TypedDict, total=False):
     exchange_via: str
     threads: int
     roots: Sequence[str]
+    names: Optional[Names]
+    as_: Optional[str]
+    from_: Optional[str]
+    numbers: Optional[Mapping[str, int]]
+    config: Optional[Union[Mapping[str, Any], str, "os.PathLike[str]"]]
     liveness: Optional[float]
     arrival: Optional[float]
     total: Optional[float]
@@ -188,6 +194,7 @@ class _LoadRequest:
         self.key_map: Optional[_key_map.Rules] = None
         self.optional: tuple[str, ...] = ()
         self.roots: Sequence[str] = ()
+        self.names: NameOptions = {}
         # `absent`: requested plain values that are not stored, and requested tensors that `key_map` renamed or dropped.
         # `missing`: those of them that `Loaded.not_stored` reports.
         self.absent: list[str] = []
@@ -251,6 +258,8 @@ def load(
                      is possible.
     threads   threads for reads of this rank; 0: its share of the cores of the machine, at most 12.
     roots     as for `open`.
+    names, as_, from_, numbers, config
+              a name map, as for `open`: the request has the keys that it gives. Cannot be used with key_map.
     liveness, arrival, total, on_event   as for `save`.
 
     Returns `Loaded`. Raises KeyNotFoundError for keys that are not stored, CheckpointNotFoundError,
@@ -343,6 +352,9 @@ def _begin(
             path_bytes(source)
             check_progress(progress)
             pending.roots = options.get("roots") or ()
+            pending.names = name_options(options)
+            if pending.names and key_map is not None:
+                raise InvalidArgumentError("names and key_map are two ways to rename: give one")
         except Exception as error:
             if group.size == 1:
                 raise
@@ -361,6 +373,12 @@ def globs(name: str, given: Any) -> tuple[str, ...]:
     if not all(isinstance(glob, str) for glob in found):
         raise InvalidArgumentError(f"{name}={given!r}: a list of globs was expected")
     return found
+
+
+def name_options(options: LoadOptions) -> NameOptions:
+    """The options of a load that give tensors other names."""
+    given = {name: options[name] for name in NameOptions.__annotations__ if options.get(name) is not None}  # type: ignore[literal-required]
+    return cast(NameOptions, given)
 
 
 def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
@@ -382,6 +400,7 @@ def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
     given.exchange_via = _choice_number("exchange_via", options.get("exchange_via", "auto"), _VIA)
     given.threads = options.get("threads", 0)
     given.roots, given.root_count = texts(options.get("roots", ()), kept)
+    given.name_map = name_map(name_options(options))
     rules = options.get("rules", ())
     if rules:
         table = (_abi.LoadRule * len(rules))()
@@ -418,7 +437,7 @@ def _build(
             key, index = (wanted, ()) if isinstance(wanted, str) else wanted
             built.want_object(key, index)
             pending.objects.append((key, tuple(index)))
-        with _try_open(source, pending.roots) as stored:
+        with _try_open(source, pending.roots, pending.names) as stored:
             keys = stored.keys() if stored is not None else []
             values = stored._values() if stored is not None else {}
             names = stored._stored_names(values, frozenset(keys)) if stored is not None else {}
@@ -446,10 +465,10 @@ def _build(
 
 
 @contextlib.contextmanager
-def _try_open(source: PathLike, roots: Sequence[str]) -> Iterator[Any]:
+def _try_open(source: PathLike, roots: Sequence[str], names: Optional[NameOptions] = None) -> Iterator[Any]:
     """The opened checkpoint. None: it cannot be opened, which the load itself reports to all ranks."""
     try:
-        checkpoint = open_checkpoint(source, roots=roots)
+        checkpoint = open_checkpoint(source, roots=roots, **(names or {}))
     except Error:
         yield None
         return

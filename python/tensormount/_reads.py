@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Union
 
 from tensormount import _index
 from tensormount.errors import InvalidArgumentError, UnsupportedIndexError
@@ -134,3 +134,16 @@ def strides_of(
     if not seen:
         strides.extend(memory.strides[at:])
     return tuple(strides)
+
+
+def named_reads(wanted: Union[Mapping[str, Any], Iterable[str]]) -> Mapping[str, Any]:
+    """The reads of `read_many`: name of the result to key, or to (key, index)."""
+    if isinstance(wanted, Mapping):
+        return wanted
+    keys = [] if isinstance(wanted, (str, bytes)) else list(wanted)
+    if isinstance(wanted, (str, bytes)) or not all(isinstance(key, str) for key in keys):
+        raise InvalidArgumentError(
+            f"read_many({wanted!r}): a list of keys, or a dict of names to keys or (key, index), was "
+            "expected"
+        )
+    return {key: key for key in keys}

@@ -427,9 +427,8 @@ TEST_F(ExportTest, ErrorSaysThatANameIsReservedInSafetensors) {
   Write(spec);
   ExportOptions options;
   options.format = ExportFormat::kSafetensors;
-  ASSERT_OK_AND_ASSIGN(KeyMap map, KeyMap::FromJson(R"([{"match": ")" + spec.tensors[0].key +
-                                                    R"(", "to": "__metadata__"}])"));
-  options.map = std::make_shared<const KeyMap>(std::move(map));
+  const std::string map = R"([{"match": ")" + spec.tensors[0].key + R"(", "to": "__metadata__"}])";
+  options.map.rules = map;
   const auto result = Run("reserved", options, 1);
   EXPECT_THAT(result.status(), HasCode(Code::kUnsupported));
   EXPECT_THAT(result.status(), HasMessage("named __metadata__: the name is reserved"));
@@ -667,8 +666,8 @@ TEST_F(ExportTest, KeysAreRenamedByTheMap) {
   Write(DefaultTinySpec());
   ExportOptions options;
   options.format = ExportFormat::kTorch;
-  ASSERT_OK_AND_ASSIGN(KeyMap map, KeyMap::FromJson(R"([{"match": "embed.*", "to": "e.*"}])"));
-  options.map = std::make_shared<const KeyMap>(std::move(map));
+  const std::string map = R"([{"match": "embed.*", "to": "e.*"}])";
+  options.map.rules = map;
   ASSERT_OK(Run("m.pt", options));
   ASSERT_OK_AND_ASSIGN(const Tree got, ReadForeignTensors(dir_.Join("out/m.pt")));
   EXPECT_TRUE(got.contains("bf16[8, 16] e.weight"));

@@ -29,8 +29,7 @@ class HfTest : public testing::Test {
       options.hf.rules = std::make_shared<const KeyMap>(std::move(made));
     }
     if (!map.empty()) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(KeyMap made, KeyMap::FromJson(map));
-      options.map = std::make_shared<const KeyMap>(std::move(made));
+      options.map.rules = map;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(vfs_, Vfs::Open(HostFileSystem(), options));
     ops_ = std::make_unique<VfsOps>(*vfs_);

@@ -34,10 +34,10 @@ class ShownFixture {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         opened_, OpenedCheckpoint::Open(HostFileSystem(), dir_.Join("store/step-1"), {}));
     const CheckpointIndex& index = opened_->index();
-    TENSORMOUNT_ASSIGN_OR_RETURN(tensors_, MakeShownTensors(index, nullptr));
+    tensors_ = std::make_unique<const ShownTensors>(index);
     tree_ = std::make_unique<KeyTree>(*tensors_);
-    TENSORMOUNT_ASSIGN_OR_RETURN(layers_, LayerFiles::Make(index, nullptr));
-    TENSORMOUNT_ASSIGN_OR_RETURN(objects_, ShownObjects::Make(index, nullptr));
+    TENSORMOUNT_ASSIGN_OR_RETURN(layers_, LayerFiles::Make(index));
+    TENSORMOUNT_ASSIGN_OR_RETURN(objects_, ShownObjects::Make(index));
     shown_ = std::make_unique<ShownCheckpoint>(
         ShownCheckpoint{*opened_, *tensors_, *tree_, *layers_, *objects_});
     return {};

@@ -6,6 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "index/read/checkpoint.h"
+#include "index/records/name_binding.h"
+#include "index/records/name_rules.h"
 #include "shard/npy.h"
 #include "tests/fs/vfs_ops.h"
 #include "tests/support/status_matchers.h"
@@ -35,8 +37,7 @@ class ShownTest : public testing::Test {
   Status TryOpen(const std::string& source, std::string_view rules) {
     VfsOptions options{.source = source, .list_views = true};
     if (!rules.empty()) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(KeyMap map, KeyMap::FromJson(rules));
-      options.map = std::make_shared<const KeyMap>(std::move(map));
+      options.map.rules = rules;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(vfs_, Vfs::Open(HostFileSystem(), options));
     ops_ = std::make_unique<VfsOps>(*vfs_);
@@ -122,21 +123,6 @@ TEST_F(ShownTest, CheckpointThatTheMapDoesNotFitFailsAlone) {
 }
 
 // 100,000 keys: no call looks at all of them.
-TEST(ShownTensorsTest, CountsTensorsKeptByTheMap) {
-  Inventory inventory;
-  inventory.info.uuid = {1, 2};
-  for (const char* key : {"a", "b", "c"}) {
-    inventory.tensors.emplace_back(TensorMeta::Make(key, DType::kF32, {key[0] - 'a' + 1}).value());
-  }
-  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromInventory(inventory));
-  ASSERT_OK_AND_ASSIGN(const KeyMap map,
-                       KeyMap::FromJson(R"([{"drop": "b"}, {"key": "a", "to": "z"}])"));
-  ASSERT_OK_AND_ASSIGN(const KeyRenames renames, KeyRenames::Make(*index, map));
-  ASSERT_OK_AND_ASSIGN(const auto shown, MakeShownTensors(*index, &renames));
-  EXPECT_EQ(shown->count(), 2u);
-  EXPECT_EQ(shown->bytes(), 16u);
-}
-
 TEST(ShownTensorsTest, LookupsOfManyRenamedKeysAreCheap) {
   Inventory inventory;
   inventory.info.uuid = {1, 2};
@@ -145,12 +131,13 @@ TEST(ShownTensorsTest, LookupsOfManyRenamedKeysAreCheap) {
     std::snprintf(key, sizeof key, "layers.%06d.w", i);
     inventory.tensors.emplace_back(TensorMeta::Make(key, DType::kF32, {4}).value());
   }
-  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromInventory(inventory));
-  ASSERT_OK_AND_ASSIGN(const KeyMap map,
-                       KeyMap::FromJson(R"([{"match": "layers.*.w", "to": "w/*"}])"));
-  ASSERT_OK_AND_ASSIGN(const KeyRenames renames, KeyRenames::Make(*index, map));
-  ASSERT_OK_AND_ASSIGN(const auto shown, MakeShownTensors(*index, &renames));
-  const KeyTree tree(*shown);
+  ASSERT_OK_AND_ASSIGN(const auto stored, CheckpointIndex::FromInventory(inventory));
+  ASSERT_OK_AND_ASSIGN(const NameRules map,
+                       NameRules::FromJson(R"([{"match": "layers.*.w", "to": "w/*"}])"));
+  ASSERT_OK_AND_ASSIGN(const auto binding, NameBinding::Bind(*stored, map));
+  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::Mapped(stored, binding));
+  const ShownTensors shown(*index);
+  const KeyTree tree(shown);
   ASSERT_OK_AND_ASSIGN(const TreeChild folder, tree.Lookup({}, "w"));
   const double before = ThreadSeconds();
   constexpr int kLookups = 2000;
@@ -159,8 +146,8 @@ TEST(ShownTensorsTest, LookupsOfManyRenamedKeysAreCheap) {
     std::snprintf(name, sizeof name, "%06d", i * 49);
     ASSERT_OK_AND_ASSIGN(const TreeChild child,
                          tree.Lookup({.first = folder.ordinal, .depth = folder.depth}, name));
-    ASSERT_OK_AND_ASSIGN(const std::string stored, shown->StoredKeyAt(child.ordinal));
-    ASSERT_EQ(stored, "layers." + std::string(name) + ".w");
+    ASSERT_OK_AND_ASSIGN(const TensorEntry entry, stored->At(*binding->WholeSource(child.ordinal)));
+    ASSERT_EQ(entry.meta.key(), "layers." + std::string(name) + ".w");
   }
   // 50 us each where a scan would take milliseconds. Of this thread's own time: others may take the
   // rest.

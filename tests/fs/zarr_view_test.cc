@@ -298,10 +298,10 @@ TEST(ZarrScaleTest, MetadataOfManyTensorsIsComplete) {
   ASSERT_OK_AND_ASSIGN(const auto opened,
                        OpenedCheckpoint::Open(HostFileSystem(), dir.Join("store/step-1"), {}));
   const CheckpointIndex& index = opened->index();
-  const auto tensors = MakeShownTensors(index, nullptr).value();
+  const auto tensors = std::make_unique<const ShownTensors>(index);
   const KeyTree tree(*tensors);
-  const auto layers = LayerFiles::Make(index, nullptr).value();
-  const auto objects = ShownObjects::Make(index, nullptr).value();
+  const auto layers = LayerFiles::Make(index).value();
+  const auto objects = ShownObjects::Make(index).value();
   const ShownCheckpoint shown{*opened, *tensors, tree, *layers, *objects};
   const ZarrView view(shown);
   auto start = std::chrono::steady_clock::now();

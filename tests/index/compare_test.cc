@@ -6,7 +6,7 @@
 #include <map>
 
 #include "index/foreign/open_source.h"
-#include "index/records/key_renames.h"
+#include "index/records/name_rules.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"
@@ -205,15 +205,14 @@ TEST_F(CompareTest, KeysAreChosenAndRenamed) {
     if (object.key == "rng") object.key = "random";
   }
   const auto b = Make("b", spec);
-  ASSERT_OK_AND_ASSIGN(const KeyMap map, KeyMap::FromJson(R"([{"key": "bias", "to": "zz/bias"},
-                                            {"key": "rng", "to": "random"}])"));
-  ASSERT_OK_AND_ASSIGN(const KeyRenames names, KeyRenames::Make(a->index(), map));
+  ASSERT_OK_AND_ASSIGN(const NameRules map,
+                       NameRules::FromJson(R"([{"key": "bias", "to": "zz/bias"},
+                                                {"key": "rng", "to": "random"}])"));
+  ASSERT_OK_AND_ASSIGN(const auto mapped, OpenedCheckpoint::Mapped(a, map));
   EXPECT_EQ(Run(*a, *b).size(), 2 + 2 * 2U);  // One tensor; an object of two parts.
   CompareOptions options;
-  options.first_names = &names;
-  EXPECT_EQ(Run(*a, *b, options), Lines());
+  EXPECT_EQ(Run(*mapped, *b, options), Lines());
   EXPECT_EQ(summary_.by_digest, spec.tensors.size() + spec.objects.size());
-  options.first_names = nullptr;
   options.keys = "*bias";
   EXPECT_EQ(Run(*a, *b, options), (Lines{"- bias", "+ zz/bias"}));
 }

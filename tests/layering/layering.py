@@ -43,6 +43,7 @@ PUBLIC_HEADERS = {
     "dtype.h": "shard",
     "checkpoint.h": "index",
     "common_value.h": "index",
+    "name_map.h": "index",
     "retention.h": "index",
     "store.h": "index",
     "store_copy.h": "index",

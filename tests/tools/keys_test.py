@@ -113,7 +113,7 @@ class Maps(harness.ToolTest):
             self.assertRegex(out.stderr, "tiny and w would both be called tiny", command)
         self.rules.write_text(json.dumps([{"prefix": "w", "too": "v"}]))
         out = self.run_tool("load", path, "--map", self.rules, expect=2)
-        self.assertIn('rules.json: key map: rule 1: unknown field "too"', out.stderr)
+        self.assertIn('rules.json: name map: rules[0] (line 1): unknown field "too"', out.stderr)
         self.assertFalse((self.store / "b").exists())
 
 

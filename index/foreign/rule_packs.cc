@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// Chooses among the rule packs. The layout of a checkpoint is found by its keys, the family of
+// models by its keys and by config.json. Nothing is guessed from shapes.
+#include "index/foreign/rule_packs.h"
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kHuggingFace = "hf";
+
+Status BadPackName(const std::string& why) {
+  return Status(Code::kInvalidArgument, "name map: " + why);
+}
+
+// "megatron:qwen3" is {"megatron", "qwen3"}, "hf" is {"hf", ""}.
+std::pair<std::string, std::string> LayoutAndFamily(const std::string& name) {
+  const std::size_t colon = name.find(':');
+  if (colon == std::string::npos) return {name, ""};
+  return {name.substr(0, colon), name.substr(colon + 1)};
+}
+
+Result<std::vector<NameRules>> ParsedPacks() {
+  std::vector<NameRules> packs;
+  for (const RulePack& pack : RulePacks()) {
+    Result<NameRules> rules = NameRules::FromJson(pack.json);
+    if (!rules.ok()) return rules.status().WithContext(std::string(pack.file));
+    packs.push_back(std::move(rules).value());
+  }
+  return packs;
+}
+
+std::string PackName(const NameRules& pack) { return pack.layout + ":" + pack.family; }
+
+std::string Listed(const std::vector<const NameRules*>& packs) {
+  std::string text;
+  for (const NameRules* pack : packs) text += (text.empty() ? "" : ", ") + PackName(*pack);
+  return text;
+}
+
+bool MatchesAny(const std::vector<KeyPattern>& forms, const std::vector<std::string>& keys) {
+  return std::ranges::any_of(keys, [&](const std::string& key) {
+    return std::ranges::any_of(forms,
+                               [&](const KeyPattern& form) { return form.Match(key).has_value(); });
+  });
+}
+
+// Whether the checkpoint with these keys has the layout that the pack reads.
+bool Fits(const NameRules& pack, const std::vector<std::string>& keys) {
+  return std::ranges::all_of(pack.detect,
+                             [&](const auto& forms) { return MatchesAny(forms, keys); }) &&
+         std::ranges::none_of(pack.absent,
+                              [&](const auto& forms) { return MatchesAny(forms, keys); });
+}
+
+Result<std::vector<std::string>> KeysOf(const CheckpointIndex& index) {
+  std::vector<std::string> keys;
+  TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
+    keys.push_back(entry.meta.key());
+    return true;
+  }));
+  return keys;
+}
+
+// From a trainer's layout to Hugging Face names.
+Result<NameRules> ToHuggingFace(const CheckpointIndex& index, const NameMap& map,
+                                const std::string& family, std::vector<NameRules> packs) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys, KeysOf(index));
+  std::vector<const NameRules*> fitting;
+  std::vector<const NameRules*> named;
+  for (NameRules& pack : packs) {
+    TENSORMOUNT_RETURN_IF_ERROR(pack.AddGiven(map));
+    const bool is_named = (map.from.empty() || pack.layout == map.from) &&
+                          (family.empty() || pack.family == family) &&
+                          (pack.model_type.empty() || pack.model_type == pack.family);
+    if (!is_named) continue;
+    named.push_back(&pack);
+    if (Fits(pack, keys)) fitting.push_back(&pack);
+  }
+  if (fitting.size() == 1) return *fitting[0];
+  if (fitting.empty()) {
+    return Status(Code::kNotFound,
+                  "name map: the keys fit none of the layouts that are known" +
+                      (named.empty() ? std::string() : " (" + Listed(named) + ")") +
+                      "; write the rules yourself (docs/mapping.md)");
+  }
+  return BadPackName("the keys fit several layouts (" + Listed(fitting) +
+                     "): name the family, as in " + std::string(kHuggingFace) + ":" +
+                     fitting[0]->family + ", or the layout");
+}
+
+// From Hugging Face names to a trainer's layout.
+Result<NameRules> FromHuggingFace(const NameMap& map, const std::string& layout,
+                                  const std::string& family, std::vector<NameRules> packs) {
+  // "megatron@layers": one tensor for each layer.
+  const std::size_t at = layout.find('@');
+  const bool layers = at != std::string::npos;
+  if (layers && layout.substr(at + 1) != "layers") {
+    return BadPackName("\"" + layout + "\": after \"@\" only \"layers\" is known");
+  }
+  const std::string name = layout.substr(0, at);
+  std::vector<const NameRules*> all;
+  for (NameRules& pack : packs) {
+    all.push_back(&pack);
+    if (pack.layout != name || pack.family != family) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(pack.AddGiven(map));
+    return pack.Inverse(layers);
+  }
+  return BadPackName("there are no rules for " + map.as + "; known are " +
+                     std::string(kHuggingFace) + ", " + Listed(all));
+}
+
+// The config.json of the model, if the checkpoint has one: an object of that key, or a file beside
+// the data of a foreign checkpoint. Empty: there is none with a "model_type".
+std::string ModelConfigOf(const OpenedCheckpoint& source) {
+  constexpr std::uint64_t kMaxConfig = std::uint64_t{1} << 20;
+  std::string text;
+  const auto parts = source.index().ObjectParts("config.json");
+  if (parts.ok() && parts.value().size() == 1 && parts.value()[0].length <= kMaxConfig) {
+    text.resize(parts.value()[0].length);
+    const Status read = source.ReadObject(parts.value()[0], 0, text.data(), text.size());
+    if (!read.ok()) text.clear();
+  } else if (source.commit() == nullptr) {
+    const auto file = source.fs().ReadFile(JoinPath(source.directory(), "config.json"), kMaxConfig);
+    if (file.ok()) text = file.value();
+  }
+  // OLMo-core writes another file of that name.
+  return text.find("\"model_type\"") == std::string::npos ? std::string() : text;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<const NameRules>> ChooseRules(const CheckpointIndex& index,
+                                                     const NameMap& map) {
+  if (map.as.empty()) return NameRules::FromMap(map);
+  if (!map.rules.empty()) return BadPackName("rules and a name of known rules are given: give one");
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<NameRules> packs, ParsedPacks());
+  const auto [layout, family] = LayoutAndFamily(map.as);
+  TENSORMOUNT_ASSIGN_OR_RETURN(NameRules rules,
+                               layout == kHuggingFace
+                                   ? ToHuggingFace(index, map, family, std::move(packs))
+                                   : FromHuggingFace(map, layout, family, std::move(packs)));
+  return std::make_shared<const NameRules>(std::move(rules));
+}
+
+Result<std::shared_ptr<const OpenedCheckpoint>> ApplyNames(
+    std::shared_ptr<const OpenedCheckpoint> source, const NameMap& map) {
+  if (map.empty()) return source;
+  NameMap given = map;
+  if (!given.as.empty() && given.config.empty()) given.config = ModelConfigOf(*source);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const NameRules> rules,
+                               ChooseRules(source->index(), given));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<OpenedCheckpoint> mapped,
+                               OpenedCheckpoint::Mapped(std::move(source), *rules));
+  return std::shared_ptr<const OpenedCheckpoint>(std::move(mapped));
+}
+
+}  // namespace tensormount

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_FOREIGN_RULE_PACKS_H_
+#define TENSORMOUNT_INDEX_FOREIGN_RULE_PACKS_H_
+
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "tensormount/name_map.h"
+#include "tensormount/status.h"
+
+#include "index/read/checkpoint.h"
+#include "index/records/name_rules.h"
+
+// Rule packs: name maps that are part of the library, from the tensors of a trainer to the names of
+// Hugging Face files, and back (index/foreign/packs/).
+
+namespace tensormount {
+
+// The text of a pack.
+struct RulePack {
+  std::string_view file;  // "qwen3.megatron.json"
+  std::string_view json;
+};
+// All packs, in the order of their names.
+std::span<const RulePack> RulePacks();
+
+// The rules of a name map for one checkpoint: those of NameMap::rules, or the pack that
+// NameMap::as names and the checkpoint's keys fit. kInvalidArgument: an unknown name, or several
+// packs fit (the message names them); kNotFound: no pack fits; kUnsupported: the pack of a name has
+// no way back. Null if `map` is empty.
+Result<std::shared_ptr<const NameRules>> ChooseRules(const CheckpointIndex& index,
+                                                     const NameMap& map);
+
+// The checkpoint as a name map shows it; `source` itself if `map` is empty. Errors are those of
+// ChooseRules and OpenedCheckpoint::Mapped.
+Result<std::shared_ptr<const OpenedCheckpoint>> ApplyNames(
+    std::shared_ptr<const OpenedCheckpoint> source, const NameMap& map);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_FOREIGN_RULE_PACKS_H_

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads of mapped tensors, for index/read/checkpoint.h. A read of boxes of a mapped tensor becomes,
+// for each term and stored tensor that they meet, boxes over the term's names. The places of the
+// stored chunks are folded to the same names, and a CopyPlan copies from one to the other. All that
+// follows (hashes, read-ahead, checks for changes) sees only chunks and strided copies, as for
+// stored tensors.
+#include <algorithm>
+#include <utility>
+
+#include "index/read/file_cache.h"
+#include "index/read/foreign_file.h"
+#include "index/read/planned_read.h"
+#include "index/read/proven_ranges.h"
+#include "index/records/name_binding.h"
+#include "shard/box_access.h"
+
+namespace tensormount {
+namespace {
+
+// The bounding box of placed boxes.
+Box BoundingBox(std::span<const PlacedBox> boxes) {
+  Dims begin = boxes[0].box.begin();
+  Dims end = Dims::Filled(begin.rank(), 0);
+  for (const PlacedBox& placed : boxes) {
+    for (int a = 0; a < begin.rank(); ++a) {
+      begin[a] = std::min(begin[a], placed.box.begin(a));
+      end[a] = std::max(end[a], placed.box.end(a));
+    }
+  }
+  for (int a = 0; a < begin.rank(); ++a) end[a] -= begin[a];
+  return BoxAccess::Make(begin, end);
+}
+
+// The parts of `boxes` in `limits`.
+std::vector<PlacedBox> PartsWithin(std::span<const PlacedBox> boxes, const Box& limits) {
+  std::vector<PlacedBox> parts;
+  for (const PlacedBox& placed : boxes) {
+    const Box part = Intersect(placed.box, limits);
+    if (!part.empty()) parts.push_back(PartOfPlaced(placed, part));
+  }
+  return parts;
+}
+
+// Calls fn(indices, position) for each combination of indices of a source's key that lies in
+// `hull`, a box over names. `in_key`: the names in the key. Stops at the first error.
+template <typename Fn>
+Status ForEachStored(const MappedTensor::Source& source, std::span<const int> in_key,
+                     const Box& hull, Fn fn) {
+  std::vector<std::int64_t> indices;
+  for (const int name : in_key) indices.push_back(hull.begin(name));
+  for (;;) {
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < indices.size(); ++i) {
+      at = at * static_cast<std::size_t>(source.sizes[static_cast<int>(i)]) +
+           static_cast<std::size_t>(indices[i]);
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(fn(indices, source.ordinals[at]));
+    std::size_t i = indices.size();
+    for (; i > 0; --i) {
+      if (++indices[i - 1] < hull.end(in_key[i - 1])) break;
+      indices[i - 1] = hull.begin(in_key[i - 1]);
+    }
+    if (i == 0) return Status();
+  }
+}
+
+// Losses under the names that the map shows. A lost tensor that the map would split keeps its
+// stored key; what the map drops is no loss.
+std::vector<ForeignLoss> ShownLosses(const std::vector<ForeignLoss>& losses,
+                                     const NameRules& rules) {
+  const auto renamed = [&](const std::vector<std::string>& keys) {
+    std::vector<std::string> names;
+    for (const std::string& key : keys) {
+      std::string name = rules.Splits(key) ? key : rules.NameOf(key);
+      if (!name.empty()) names.push_back(std::move(name));
+    }
+    return names;
+  };
+  std::vector<ForeignLoss> shown;
+  for (const ForeignLoss& loss : losses) {
+    ForeignLoss mapped = loss;
+    mapped.tensors = renamed(loss.tensors);
+    mapped.objects = renamed(loss.objects);
+    const bool unknown = loss.tensors.empty() && loss.objects.empty();
+    if (unknown || !mapped.tensors.empty() || !mapped.objects.empty()) {
+      shown.push_back(std::move(mapped));
+    }
+  }
+  return shown;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Mapped(
+    std::shared_ptr<const OpenedCheckpoint> source, const NameRules& rules) {
+  if (source->source_) {
+    return Status(Code::kUnsupported, source->directory_ + ": a name map is applied already");
+  }
+  std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
+  Result<std::shared_ptr<const NameBinding>> binding = NameBinding::Bind(*source->index_, rules);
+  if (binding.status().code() == Code::kNotFound && !source->lost_.empty()) {
+    // A tensor that a rule needs may be lost, which is another error than a wrong rule.
+    return Status(Code::kDataLoss,
+                  binding.status().message() +
+                      "; data of the checkpoint are lost: " + source->lost_.front().ToString());
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(binding.status());
+  opened->binding_ = std::move(binding).value();
+  TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_,
+                               CheckpointIndex::Mapped(source->index_, opened->binding_));
+  opened->fs_ = source->fs_;
+  opened->directory_ = source->directory_;
+  opened->pinned_ = source->pinned_;
+  opened->is_file_ = source->is_file_;
+  opened->commit_ = source->commit_;
+  opened->has_commit_ = source->has_commit_;
+  opened->index_rebuilt_ = source->index_rebuilt_;
+  opened->warnings_ = source->warnings_;
+  opened->lost_ = ShownLosses(source->lost_, opened->binding_->rules());
+  opened->beside_ = source->beside_;
+  opened->proven_ = source->proven_;
+  opened->source_ = std::move(source);
+  return opened;
+}
+
+Result<TensorEntry> OpenedCheckpoint::WholeSourceOf(const TensorEntry& tensor) const {
+  const std::optional<std::uint32_t> whole = binding_->WholeSource(tensor.ordinal);
+  if (!whole) {
+    return Status(Code::kNotFound, "tensor " + tensor.meta.key() +
+                                       ": it is put together from parts of other tensors");
+  }
+  return source_->index_->At(*whole);
+}
+
+Result<bool> OpenedCheckpoint::HasHashes(const TensorEntry& tensor) const {
+  if (binding_) {
+    const std::optional<std::uint32_t> whole = binding_->WholeSource(tensor.ordinal);
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const TensorEntry stored,
+        source_->index_->At(whole ? *whole : binding_->FirstSource(tensor.ordinal)));
+    return source_->HasHashes(stored);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table, Extents(tensor));
+  if (table->size() == 0) return false;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(0));
+  return chunk.has_hash;
+}
+
+Result<std::string> OpenedCheckpoint::StoredKeyOf(std::uint32_t ordinal) const {
+  std::optional<std::uint32_t> stored = ordinal;
+  if (binding_) stored = binding_->WholeSource(ordinal);
+  if (!stored) return std::string();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, stored_index().At(*stored));
+  return entry.meta.key();
+}
+
+std::string OpenedCheckpoint::StoredObjectKey(const std::string& key) const {
+  if (!binding_) return key;
+  const auto stored = binding_->objects().find(key);
+  return stored == binding_->objects().end() ? key : stored->second;
+}
+
+// Makes the lookups of all stored tensors. A stack of many tensors makes more than the cache keeps;
+// the reads then make them again.
+Status OpenedCheckpoint::PrepareMapped(const TensorEntry& tensor) const {
+  if (binding_->WholeSource(tensor.ordinal)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry stored, WholeSourceOf(tensor));
+    return source_->Prepare(stored);
+  }
+  for (const MappedTensor::Source& source : binding_->At(tensor.ordinal).sources) {
+    for (const std::uint32_t ordinal : source.ordinals) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry stored, source_->index_->At(ordinal));
+      TENSORMOUNT_RETURN_IF_ERROR(source_->Prepare(stored));
+    }
+  }
+  return Status();
+}
+
+Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanMapped(
+    const TensorEntry& tensor, std::span<const PlacedBox> want) const {
+  if (binding_->WholeSource(tensor.ordinal)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry stored, WholeSourceOf(tensor));
+    TENSORMOUNT_ASSIGN_OR_RETURN(PlannedRead planned, source_->PlanRead(stored, want));
+    planned.mapped.push_back(std::move(stored));
+    for (const TensorMeta*& meta : planned.stored) meta = &planned.mapped.back().meta;
+    return planned;
+  }
+  PlannedRead planned;
+  planned.in_names = true;
+  const MappedTensor mapped = binding_->At(tensor.ordinal);
+  for (const CellTerm& term : mapped.terms) {
+    const int names = term.extents.rank();
+    std::vector<PlacedBox> wanted;
+    for (const PlacedBox& placed : want) term.to.Fold(placed, mapped.key.span(), names, wanted);
+    if (wanted.empty()) continue;
+    if (!term.from) {
+      planned.zeros.insert(planned.zeros.end(), wanted.begin(), wanted.end());
+      continue;
+    }
+    const Box hull = BoundingBox(wanted);
+    const auto add = [&](std::span<const std::int64_t> indices, std::uint32_t ordinal) -> Status {
+      Box limits = hull;
+      for (std::size_t i = 0; i < indices.size(); ++i) {
+        limits = BoxAccess::WithAxis(limits, term.from->in_key[i], indices[i], 1);
+      }
+      const std::vector<PlacedBox> here = PartsWithin(wanted, limits);
+      if (here.empty()) return Status();
+      TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, source_->index_->At(ordinal));
+      const TensorEntry& stored = planned.mapped.emplace_back(std::move(entry));
+      const PlacedBox need{term.from->Unfold(BoundingBox(here)), 0, Dims()};
+      const Dims byte_shape = ByteShape(stored.meta.dtype(), stored.meta.shape());
+      const auto first = static_cast<std::uint32_t>(planned.chunks.size());
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const std::vector<std::vector<PlacedBox>> placed,
+          source_->AddChunks(stored, HullOf(std::span(&need, 1), byte_shape), planned));
+      std::vector<std::vector<PlacedBox>> folded(placed.size());
+      for (std::size_t c = 0; c < placed.size(); ++c) {
+        for (const PlacedBox& box : placed[c]) term.from->Fold(box, indices, names, folded[c]);
+      }
+      Result<CopyPlan> plan = CopyPlan::Make(here, folded);
+      if (!plan.ok()) {
+        return plan.status().WithContext("tensor " + tensor.meta.key() + ", from tensor " +
+                                         stored.meta.key());
+      }
+      planned.bytes += plan.value().bytes();
+      std::vector<CopyPlan::Part> parts = std::move(plan).value().TakeParts();
+      for (CopyPlan::Part& part : parts) {
+        part.chunk += first;
+        planned.parts.push_back(std::move(part));
+      }
+      return Status();
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachStored(mapped.sources[term.source], term.from->in_key, hull, add));
+  }
+  return planned;
+}
+
+// A mapped tensor is one range of a file if it is one term of one stored tensor, that tensor is one
+// range, and the term takes consecutive bytes of it: a layer of a stack, for example.
+Result<std::optional<ExtentLookup::FileRun>> OpenedCheckpoint::MappedFileRun(
+    const TensorEntry& tensor) const {
+  if (binding_->WholeSource(tensor.ordinal)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry stored, WholeSourceOf(tensor));
+    return source_->FileRunOf(stored);
+  }
+  const std::optional<ExtentLookup::FileRun> none;
+  const MappedTensor mapped = binding_->At(tensor.ordinal);
+  if (mapped.terms.size() != 1 || !mapped.terms[0].from || tensor.meta.bytes() == 0) return none;
+  const CellTerm& term = mapped.terms[0];
+  const MappedTensor::Source& source = mapped.sources[term.source];
+  if (source.ordinals.size() != 1) return none;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry stored, source_->index_->At(source.ordinals[0]));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ExtentLookup::FileRun> run,
+                               source_->FileRunOf(stored));
+  if (!run) return none;
+  const auto fold = [&](const TermSide& side, const TensorMeta& meta,
+                        std::span<const std::int64_t> key) {
+    std::vector<PlacedBox> boxes;
+    side.Fold(PlaceWhole(ByteShape(meta.dtype(), meta.shape())), key, term.extents.rank(), boxes);
+    return boxes;
+  };
+  const std::vector<std::int64_t> first(term.from->in_key.size(), 0);  // All sizes are one.
+  const std::vector<PlacedBox> to = fold(term.to, tensor.meta, mapped.key.span());
+  const std::vector<PlacedBox> from = fold(*term.from, stored.meta, first);
+  if (to.size() != 1 || from.size() != 1) return none;
+  const StridedCopy copy = PlanCopy(Intersect(to[0].box, from[0].box), from[0], to[0]);
+  if (copy.axes != 0 || copy.run != tensor.meta.bytes()) return none;
+  return std::optional<ExtentLookup::FileRun>(
+      {run->file, run->offset + static_cast<std::uint64_t>(copy.src_offset)});
+}
+
+}  // namespace tensormount

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_RECORDS_NAME_RULES_H_
+#define TENSORMOUNT_INDEX_RECORDS_NAME_RULES_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/key_map.h"
+#include "tensormount/name_map.h"
+#include "tensormount/status.h"
+
+#include "index/records/key_pattern.h"
+#include "index/records/size_formula.h"
+#include "shard/axis_names.h"
+
+namespace tensormount {
+
+class CheckpointIndex;
+
+// One rule of a name map (docs/mapping.md).
+struct NameRule {
+  enum class Kind {
+    kKeys,   // {"key" | "prefix" | "match" | "drop"}: renames or drops (tensormount/key_map.h)
+    kAxes,   // {"from", "to"}: cells of stored tensors are cells of mapped tensors
+    kAlias,  // {"alias", "of"}: a mapped tensor has one more name
+  } kind = Kind::kKeys;
+  std::string position;  // For messages: "rules[3] (line 12)".
+  KeyMap::Rule keys;     // For kKeys.
+  // One tensor, or one tensor for each value of the captures in its key, and its axes. Without axes
+  // the cells are those of the only other side.
+  struct Side {
+    KeyPattern key;
+    std::optional<AxisNames> axes;
+  };
+  std::vector<Side> from;  // For kAlias: the mapped tensor.
+  std::vector<Side> to;    // For kAlias: its other name.
+  std::map<std::string, SizeFormula> sizes;
+  // Names whose cells only one side has. Such cells of a stored tensor are left out; such cells of
+  // a mapped tensor are zeros.
+  std::set<std::string> unused;
+  // Whether the rule may have no match, or, for an alias, a mapped tensor may have its name.
+  bool optional = false;
+  std::map<std::string, std::int64_t> when;  // The rule applies if all numbers have these values.
+  // Whether this is the second form of the rule before it, which the file has once, with brackets.
+  // One of the two must match.
+  bool second_form = false;
+
+  // Names of captures that are in every key of the rule. Each combination of their values is one
+  // application of the rule, with sizes of its own.
+  std::set<std::string> group;
+};
+
+// A list of rules that gives the tensors of a checkpoint other names, and puts them together from
+// parts of stored tensors. The first rule that matches a stored key applies. Immutable.
+struct NameRules {
+  // What happens to tensors that no rule matches.
+  enum class Others { kKeep, kDrop, kRefuse } others = Others::kKeep;
+  std::map<std::string, SizeFormula> sizes;  // For all rules.
+  std::vector<NameRule> rules;
+  // Sizes that are known before the rules are applied, such as the number of heads.
+  AxisSizes numbers;
+  // Where numbers that are not known are looked for, in this order: "config.NAME" is a member of
+  // the model's config.json, "common.PATH" a common value of the checkpoint.
+  std::map<std::string, std::vector<std::string>> sources;
+  // Integers and booleans in the model's config.json, by their paths.
+  AxisSizes config;
+  std::string model_type;  // Of config.json; empty: none was given.
+
+  // Of a rule pack: the family of models ("qwen3") and the trainer whose layout it reads
+  // ("megatron"). Empty for a user's rules.
+  std::string family;
+  std::string layout;
+  // A checkpoint has the layout if some key matches each pattern of `detect` and no key matches one
+  // of `absent`. Several patterns in a row are forms of one, of which any may match.
+  std::vector<std::vector<KeyPattern>> detect;
+  std::vector<std::vector<KeyPattern>> absent;
+
+  // The rules from the mapped names back to the stored ones, with `layers` one tensor for each
+  // layer where the file allows both. What these rules drop does not come back.
+  NameRules Inverse(bool layers) const;
+  // Adds to `numbers` those that `sources` gives.
+  Status FindNumbers(const CheckpointIndex& index);
+
+  // Limits that bound the work for a hostile file.
+  static constexpr std::size_t kMaxBytes = std::size_t{4} << 20;
+  static constexpr std::size_t kMaxRules = 4096;
+  static constexpr std::size_t kMaxSides = 64;  // Of one side of a rule.
+
+  // `json`: a list of rules, or an object with "version": 1 and "rules" (docs/map.schema.json).
+  // kInvalidArgument names the rule, its line and the field.
+  static Result<NameRules> FromJson(std::string_view json);
+  // The rules and numbers of `map`; null if it is empty. kInvalidArgument: also a `config` that is
+  // not JSON, or has no "model_type" (OLMo-core writes another file of that name).
+  static Result<std::shared_ptr<const NameRules>> FromMap(const NameMap& map);
+  // Adds the numbers and the config of `map`.
+  Status AddGiven(const NameMap& map);
+
+  // The new name of something that has a key and no cells: an object, a pattern of layer names, a
+  // second name of a tied tensor, a tensor that is lost. Only rules for keys and renames without
+  // axes apply. Empty: it is left out.
+  std::string NameOf(std::string_view key) const;
+  // Whether a rule with axes uses the tensor `key`, which then has no new name of its own.
+  bool Splits(std::string_view key) const;
+  // The position in `rules` of the rule that takes the stored tensor `key`; nullopt if none does.
+  // Rules whose "when" does not hold for `numbers` are skipped.
+  std::optional<std::size_t> RuleFor(std::string_view key) const;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_RECORDS_NAME_RULES_H_

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// `tensormount map check` (commands.h): shows what a name map makes of a checkpoint, from the index
+// alone.
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "base/counted.h"
+#include "index/records/name_binding.h"
+#include "mount-tools/commands.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+std::string SideText(const NameRule::Side& side) {
+  return side.axes ? side.key.text() + " : " + side.axes->ToString() : side.key.text();
+}
+
+// What a rule did.
+struct RuleUse {
+  std::uint64_t stored = 0;   // Stored tensors that it took.
+  std::uint64_t tensors = 0;  // Tensors that it made.
+};
+
+// A mapped tensor, and the stored tensors from which it comes.
+struct MappedText {
+  TensorEntry entry;
+  std::optional<std::uint32_t> rule;
+  std::string from;  // The stored key if it is whole, else the sides of the rule.
+  bool zeros = false;
+};
+
+class MapCheck {
+ public:
+  explicit MapCheck(const OpenedCheckpoint& mapped)
+      : mapped_(mapped),
+        binding_(*mapped.binding()),
+        rules_(binding_.rules()),
+        uses_(rules_.rules.size()) {}
+
+  Status Run() {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        mapped_.stored_index().ForEachTensor(0, [&](const TensorEntry& entry) {
+          const std::string& key = entry.meta.key();
+          const std::optional<std::size_t> rule = rules_.RuleFor(key);
+          if (rule) ++uses_[*rule].stored;
+          const bool dropped = !rules_.Splits(key) && rules_.NameOf(key).empty();
+          if (dropped) dropped_.push_back(key);
+          return true;
+        }));
+    Status failure;
+    TENSORMOUNT_RETURN_IF_ERROR(mapped_.index().ForEachTensor(0, [&](const TensorEntry& entry) {
+      Result<MappedText> text = TextOf(entry);
+      failure = text.status();
+      if (!failure.ok()) return false;
+      if (text.value().rule) ++uses_[*text.value().rule].tensors;
+      if (text.value().zeros) padded_.push_back(entry.meta.key());
+      tensors_.push_back(std::move(text).value());
+      return true;
+    }));
+    return failure;
+  }
+
+  void Print(Terminal& terminal) const {
+    if (terminal.json) return PrintJson(terminal);
+    for (const MappedText& tensor : tensors_) {
+      terminal.Line(fmt::format("{}  {} {}  <- {}", tensor.entry.meta.key(),
+                                InfoOf(tensor.entry.meta.dtype()).name,
+                                tensor.entry.meta.shape().ToString(), tensor.from));
+    }
+    for (const std::string& key : dropped_) {
+      const std::optional<std::size_t> rule = rules_.RuleFor(key);
+      terminal.Line(
+          fmt::format("dropped: {} ({})", key, rule ? rules_.rules[*rule].position : "\"others\""));
+    }
+    for (const std::string& key : padded_) {
+      terminal.Line(fmt::format("filled with zeros in part: {}", key));
+    }
+    for (std::size_t r = 0; r < uses_.size(); ++r) {
+      if (uses_[r].stored == 0 && uses_[r].tensors == 0) {
+        terminal.Line(fmt::format("not used: {}", rules_.rules[r].position));
+      }
+    }
+    if (terminal.quiet) return;
+    terminal.Line(fmt::format("{} from {}; {} dropped; every cell of the others is used once",
+                              Counted(tensors_.size(), "tensor"),
+                              Counted(mapped_.stored_index().tensor_count(), "stored tensor"),
+                              dropped_.size()));
+  }
+
+ private:
+  Result<MappedText> TextOf(const TensorEntry& entry) const {
+    MappedText text{.entry = entry, .rule = binding_.RuleOf(entry.ordinal), .from = {}};
+    if (binding_.WholeSource(entry.ordinal)) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(text.from, mapped_.StoredKeyOf(entry.ordinal));
+      return text;
+    }
+    const MappedTensor mapped = binding_.At(entry.ordinal);
+    const NameRule& rule = rules_.rules[*text.rule];
+    std::vector<bool> used(mapped.sources.size());
+    for (const CellTerm& term : mapped.terms) {
+      text.zeros = text.zeros || !term.from;
+      if (term.from) used[term.source] = true;
+    }
+    for (std::size_t s = 0; s < used.size(); ++s) {
+      if (!used[s]) continue;
+      // An alias has the sources of the tensor whose other name it is.
+      const bool own = rule.kind == NameRule::Kind::kAxes;
+      text.from += (text.from.empty() ? "" : ", ") + (own ? SideText(rule.from[s]) : "");
+    }
+    if (rule.kind == NameRule::Kind::kAlias) text.from = rule.from[0].key.text();
+    return text;
+  }
+
+  void PrintJson(Terminal& terminal) const {
+    OrderedJson json = {{"event", "map"}};
+    json["rules"] = OrderedJson::array();
+    for (std::size_t r = 0; r < uses_.size(); ++r) {
+      json["rules"].push_back({{"position", rules_.rules[r].position},
+                               {"stored", uses_[r].stored},
+                               {"tensors", uses_[r].tensors}});
+    }
+    json["tensors"] = OrderedJson::array();
+    for (const MappedText& tensor : tensors_) {
+      OrderedJson one = {{"key", tensor.entry.meta.key()},
+                         {"dtype", InfoOf(tensor.entry.meta.dtype()).name},
+                         {"shape", tensor.entry.meta.shape().span()},
+                         {"from", tensor.from}};
+      if (tensor.rule) one["rule"] = *tensor.rule;
+      json["tensors"].push_back(std::move(one));
+    }
+    json["dropped"] = dropped_;
+    json["padded"] = padded_;
+    terminal.Json(json);
+  }
+
+  const OpenedCheckpoint& mapped_;
+  const NameBinding& binding_;
+  const NameRules& rules_;
+  std::vector<RuleUse> uses_;  // By rule.
+  std::vector<MappedText> tensors_;
+  std::vector<std::string> dropped_;
+  std::vector<std::string> padded_;
+};
+
+}  // namespace
+
+int RunMap(const MapArgs& args, Terminal& terminal) {
+  // RULES is a file, or what --as would take.
+  NameMapArgs given = args.map;
+  if (!given.rules.ends_with(".json")) given.as = std::exchange(given.rules, {});
+  const auto names = ReadNameMap(given);
+  if (!names.ok()) return terminal.Fail(names.status());
+  const auto stored = OpenSource(args.source, terminal);
+  if (!stored.ok()) return terminal.Fail(stored.status());
+  const auto source = ApplyNames(stored.value(), names.value());
+  if (!source.ok()) return terminal.Fail(source.status());
+  MapCheck check(*source.value());
+  if (const Status ran = check.Run(); !ran.ok()) return terminal.Fail(ran);
+  check.Print(terminal);
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools

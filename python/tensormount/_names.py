@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name maps: `names` and `numbers` of `open` and `load` (docs/mapping.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, TypedDict, Union
+
+from tensormount.errors import InvalidArgumentError
+
+# A list of rules, or a dict like the file: {"version": 1, "rules": [...]}.
+Names = Union[Sequence[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class NameOptions(TypedDict, total=False):
+    """Options of `open` and `load` that give tensors other names; see `open`."""
+
+    names: Optional[Names]
+    as_: Optional[str]
+    from_: Optional[str]
+    numbers: Optional[Mapping[str, int]]
+    config: Optional[Union[Mapping[str, Any], str, "os.PathLike[str]"]]
+
+
+def name_map(options: NameOptions) -> Optional[bytes]:
+    """A name map as JSON for the library; None: no map. TypeError: an unknown option."""
+    unknown = options.keys() - NameOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"there is no option {', '.join(sorted(unknown))}")
+    return _json(**options)
+
+
+def options_of(json_text: Optional[bytes]) -> NameOptions:
+    """Options for which `name_map` gives this text."""
+    if json_text is None:
+        return {}
+    import json
+
+    whole = json.loads(json_text)
+    if "as" not in whole:
+        return {"names": whole}
+    return {"as_": whole["as"], "from_": whole.get("from"), "numbers": whole["numbers"], "config": whole.get("config")}
+
+
+def _json(
+    names: Optional[Names] = None,
+    numbers: Optional[Mapping[str, int]] = None,
+    as_: Optional[str] = None,
+    from_: Optional[str] = None,
+    config: Optional[Union[Mapping[str, Any], str, "os.PathLike[str]"]] = None,
+) -> Optional[bytes]:
+    import json  # Here, because few programs need it.
+
+    if names is not None and as_ is not None:
+        raise InvalidArgumentError("names and as_ are two ways to give names: use one")
+    if as_ is not None:
+        known: dict[str, Any] = {"as": as_, "numbers": dict(numbers or {})}
+        if from_ is not None:
+            known["from"] = from_
+        if config is not None:
+            known["config"] = dict(config) if isinstance(config, Mapping) else _read_config(config)
+        return json.dumps(known).encode()
+    if names is None:
+        if numbers or from_ is not None or config is not None:
+            raise InvalidArgumentError("numbers, from_ and config need names or as_")
+        return None
+    if isinstance(names, Mapping):
+        whole = dict(names)
+    elif isinstance(names, (str, bytes)) or not all(isinstance(rule, Mapping) for rule in names):
+        raise InvalidArgumentError(f"{names!r}: a list of rules was expected, each a dict, or a dict of version 1")
+    else:
+        whole = {"version": 1, "others": "keep", "rules": [dict(rule) for rule in names]}
+    if from_ is not None or config is not None:
+        raise InvalidArgumentError("from_ and config need as_")
+    if numbers:
+        whole["numbers"] = {**whole.get("numbers", {}), **numbers}
+    return json.dumps(whole).encode()
+
+
+def _read_config(directory: Union[str, "os.PathLike[str]"]) -> Any:
+    import json
+
+    with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
+        return json.load(file)

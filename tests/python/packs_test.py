@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rule packs: a tiny random model in the layout of each trainer is, `as_="hf"`, the model that it was made from.
+
+The layouts are written here in NumPy, from the formulas of the trainers' own converters, which each function names.
+"""
+
+import json
+import os
+import shutil
+import unittest
+
+import numpy
+
+import support
+import tensormount as tm
+
+LAYERS, HEADS, GROUPS, HEAD, WIDTH, HIDDEN, VOCAB, EXPERTS = 3, 6, 2, 4, 24, 10, 13, 4
+PADDED = 16
+
+
+def config(family, **more):
+    return {"model_type": family, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "hidden_size": WIDTH,
+            "vocab_size": VOCAB, "num_hidden_layers": LAYERS, "head_dim": HEAD, **more}
+
+
+class Model:
+    """Random weights under the names of Hugging Face."""
+
+    def __init__(self, seed, family, square=False):
+        self.random = numpy.random.default_rng(seed)
+        self.family = family
+        hidden = WIDTH if square else HIDDEN
+        w = self.weight
+        self.hf = {"model.embed_tokens.weight": w(VOCAB, WIDTH), "model.norm.weight": w(WIDTH),
+                   "lm_head.weight": w(VOCAB, WIDTH)}
+        for layer in range(LAYERS):
+            at = f"model.layers.{layer}."
+            self.hf[at + "self_attn.q_proj.weight"] = w(HEADS * HEAD, WIDTH)
+            self.hf[at + "self_attn.k_proj.weight"] = w(GROUPS * HEAD, WIDTH)
+            self.hf[at + "self_attn.v_proj.weight"] = w(GROUPS * HEAD, WIDTH)
+            self.hf[at + "self_attn.o_proj.weight"] = w(WIDTH, HEADS * HEAD)
+            before, after = (("post_attention_layernorm", "post_feedforward_layernorm") if family == "olmo2"
+                             else ("input_layernorm", "post_attention_layernorm"))
+            self.hf[at + before + ".weight"] = w(WIDTH)
+            self.hf[at + after + ".weight"] = w(WIDTH)
+            if family != "llama":
+                heads = (HEADS, GROUPS) if family == "olmo2" else (1, 1)  # OLMo2 norms all heads together.
+                self.hf[at + "self_attn.q_norm.weight"] = w(heads[0] * HEAD)
+                self.hf[at + "self_attn.k_norm.weight"] = w(heads[1] * HEAD)
+            if family == "qwen3_moe":
+                self.hf[at + "mlp.gate.weight"] = w(EXPERTS, WIDTH)
+                for expert in range(EXPERTS):
+                    self.mlp(at + f"mlp.experts.{expert}.", hidden)
+            else:
+                self.mlp(at + "mlp.", hidden)
+
+    def weight(self, *shape):
+        return self.random.standard_normal(shape).astype("f4")
+
+    def mlp(self, at, hidden):
+        self.hf[at + "gate_proj.weight"] = self.weight(hidden, WIDTH)
+        self.hf[at + "up_proj.weight"] = self.weight(hidden, WIDTH)
+        self.hf[at + "down_proj.weight"] = self.weight(WIDTH, hidden)
+
+    def layer(self, number, name):
+        return self.hf[f"model.layers.{number}.{name}.weight"]
+
+    def stacked(self, name):
+        return numpy.stack([self.layer(n, name) for n in range(LAYERS)])
+
+    def experts(self, number, name):
+        return numpy.stack([self.layer(number, f"mlp.experts.{e}.{name}") for e in range(EXPERTS)])
+
+    def fused_experts(self):
+        """Transformers 5: all experts of a layer in one tensor, gate before up."""
+        out = {}
+        for key, value in self.hf.items():
+            if ".experts." not in key:
+                out[key] = value
+        for n in range(LAYERS):
+            at = f"model.layers.{n}.mlp.experts."
+            out[at + "gate_up_proj"] = numpy.concatenate([self.experts(n, "gate_proj"), self.experts(n, "up_proj")], 1)
+            out[at + "down_proj"] = self.experts(n, "down_proj")
+        return out
+
+
+def megatron(model, layers=False):
+    """Megatron-Bridge param_mapping.py: merge_qkv_weights, GatedMLPMapping; rows of the vocabulary are padded."""
+    def fused(n):
+        parts = []
+        q, k, v = (model.layer(n, f"self_attn.{p}_proj").reshape(-1, HEAD, WIDTH) for p in "qkv")
+        each = HEADS // GROUPS
+        for group in range(GROUPS):
+            parts += [q[group * each : (group + 1) * each], k[group : group + 1], v[group : group + 1]]
+        return numpy.concatenate(parts).reshape(-1, WIDTH)
+
+    def padded(weight):
+        return numpy.concatenate([weight, numpy.full((PADDED - VOCAB, WIDTH), numpy.nan, "f4")])
+
+    per_layer = {
+        "self_attention.linear_qkv.layer_norm_weight": lambda n: model.layer(n, "input_layernorm"),
+        "self_attention.linear_qkv.weight": fused,
+        "self_attention.linear_proj.weight": lambda n: model.layer(n, "self_attn.o_proj"),
+    }
+    if model.family != "llama":
+        per_layer["self_attention.q_layernorm.weight"] = lambda n: model.layer(n, "self_attn.q_norm")
+        per_layer["self_attention.k_layernorm.weight"] = lambda n: model.layer(n, "self_attn.k_norm")
+    if model.family == "qwen3_moe":
+        per_layer["pre_mlp_layernorm.weight"] = lambda n: model.layer(n, "post_attention_layernorm")
+        per_layer["mlp.router.weight"] = lambda n: model.layer(n, "mlp.gate")
+        per_layer["mlp.experts.experts.linear_fc1.weight"] = lambda n: numpy.concatenate(
+            [model.experts(n, "gate_proj"), model.experts(n, "up_proj")], 1)
+        per_layer["mlp.experts.experts.linear_fc2.weight"] = lambda n: model.experts(n, "down_proj")
+    else:
+        per_layer["mlp.linear_fc1.layer_norm_weight"] = lambda n: model.layer(n, "post_attention_layernorm")
+        per_layer["mlp.linear_fc1.weight"] = lambda n: numpy.concatenate(
+            [model.layer(n, "mlp.gate_proj"), model.layer(n, "mlp.up_proj")])
+        per_layer["mlp.linear_fc2.weight"] = lambda n: model.layer(n, "mlp.down_proj")
+    out = {"embedding.word_embeddings.weight": padded(model.hf["model.embed_tokens.weight"]),
+           "output_layer.weight": padded(model.hf["lm_head.weight"]),
+           "decoder.final_layernorm.weight": model.hf["model.norm.weight"]}
+    for name, make in per_layer.items():
+        if layers:
+            for n in range(LAYERS):
+                out[f"decoder.layers.{n}.{name}"] = make(n)
+        else:
+            out[f"decoder.layers.{name}"] = numpy.stack([make(n) for n in range(LAYERS)])
+    out["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = numpy.zeros(WIDTH, "f4")
+    return out
+
+
+def torchtitan(model):
+    """torchtitan models/llama3/state_dict_adapter.py: _reverse_permute for wq and wk of Llama; models/qwen3."""
+    def heads(weight, count):
+        if model.family != "llama":
+            return weight
+        return weight.reshape(count, 2, HEAD // 2, WIDTH).swapaxes(1, 2).reshape(count * HEAD, WIDTH)
+
+    out = {"tok_embeddings.weight": model.hf["model.embed_tokens.weight"], "norm.weight": model.hf["model.norm.weight"],
+           "lm_head.weight": model.hf["lm_head.weight"]}
+    for n in range(LAYERS):
+        at, here = f"layers.{n}.", lambda name, n=n: model.layer(n, name)
+        out[at + "attention.qkv_linear.wq.weight"] = heads(here("self_attn.q_proj"), HEADS)
+        out[at + "attention.qkv_linear.wk.weight"] = heads(here("self_attn.k_proj"), GROUPS)
+        out[at + "attention.qkv_linear.wv.weight"] = here("self_attn.v_proj")
+        out[at + "attention.wo.weight"] = here("self_attn.o_proj")
+        out[at + "attention_norm.weight"] = here("input_layernorm")
+        out[at + "ffn_norm.weight"] = here("post_attention_layernorm")
+        if model.family != "llama":
+            out[at + "attention.q_norm.weight"] = here("self_attn.q_norm")
+            out[at + "attention.k_norm.weight"] = here("self_attn.k_norm")
+        if model.family == "qwen3_moe":
+            inner = at + "moe.routed_experts.inner_experts."
+            out[at + "moe.router.gate.weight"] = here("mlp.gate")
+            out[inner + "w1_EFD"] = model.experts(n, "gate_proj")
+            out[inner + "w3_EFD"] = model.experts(n, "up_proj")
+            out[inner + "w2_EDF"] = model.experts(n, "down_proj")
+        else:
+            out[at + "feed_forward.w1.weight"] = here("mlp.gate_proj")
+            out[at + "feed_forward.w3.weight"] = here("mlp.up_proj")
+            out[at + "feed_forward.w2.weight"] = here("mlp.down_proj")
+        out[f"optimizer.state.{at}attention.wo.weight.exp_avg"] = numpy.zeros((WIDTH, HEADS * HEAD), "f4")
+    return out
+
+
+def olmo(model):
+    """OLMo-core nn/hf/convert.py."""
+    before, after = (("post_attention_layernorm", "post_feedforward_layernorm") if model.family == "olmo2"
+                     else ("input_layernorm", "post_attention_layernorm"))
+    names = {"attention.w_q": "self_attn.q_proj", "attention.w_k": "self_attn.k_proj", "attention.w_v": "self_attn.v_proj",
+             "attention.w_out": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+             "feed_forward.w3": "mlp.up_proj", "attention_norm": before, "feed_forward_norm": after}
+    if model.family != "llama":
+        names |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+    out = {"model.embeddings.weight": model.hf["model.embed_tokens.weight"], "model.lm_head.norm.weight": model.hf["model.norm.weight"],
+           "model.lm_head.w_out.weight": model.hf["lm_head.weight"], "optim.state.x.step": numpy.zeros(1, "f4")}
+    for n in range(LAYERS):
+        for theirs, ours in names.items():
+            out[f"model.blocks.{n}.{theirs}.weight"] = model.layer(n, ours)
+    return out
+
+
+LAYOUTS = {"megatron": ("llama", "qwen3", "qwen3_moe"), "torchtitan": ("llama", "qwen3", "qwen3_moe"),
+           "olmo": ("llama", "qwen3", "olmo2")}
+MAKE = {"megatron": megatron, "torchtitan": torchtitan, "olmo": olmo}
+
+
+class Packs(support.Folder):
+    def tearDown(self):
+        for name in os.listdir():
+            shutil.rmtree(name)
+        super().tearDown()
+
+    def assert_same(self, checkpoint, wanted):
+        self.assertEqual(checkpoint.keys(), sorted(wanted))
+        for key, array in wanted.items():
+            self.assertEqual(checkpoint[key][...].tobytes(), array.tobytes(), key)
+            self.assertEqual(checkpoint[key].shape, array.shape, key)
+
+    def test_each_layout_is_the_model_that_it_was_made_from(self):
+        for layout, families in LAYOUTS.items():
+            for number, family in enumerate(families):
+                for square in (False, True):
+                    with self.subTest(layout=layout, family=family, square=square):
+                        model = Model(number, family, square)
+                        tm.save(MAKE[layout](model), "S/c", replace=True)
+                        with tm.open("S/c", as_="hf", config=config(family)) as checkpoint:
+                            self.assert_same(checkpoint, model.hf)
+                        named = f"hf:{family}"
+                        with tm.open("S/c", as_=named, from_=layout, config=config(family)) as checkpoint:
+                            self.assert_same(checkpoint, model.hf)
+
+    def test_one_tensor_for_each_layer_of_megatron(self):
+        for family in LAYOUTS["megatron"]:
+            model = Model(1, family)
+            tm.save(megatron(model, layers=True), "S/c", replace=True)
+            with tm.open("S/c", as_="hf", config=config(family)) as checkpoint:
+                self.assert_same(checkpoint, model.hf)
+
+    def test_experts_are_split_or_fused(self):
+        model = Model(2, "qwen3_moe")
+        for layout in ("megatron", "torchtitan"):
+            tm.save(MAKE[layout](model), "S/c", replace=True)
+            with tm.open("S/c", as_="hf", config=config("qwen3_moe"), numbers={"split": 0}) as checkpoint:
+                self.assert_same(checkpoint, model.fused_experts())
+
+    def test_the_way_back(self):
+        for layout, families in LAYOUTS.items():
+            for family in families:
+                with self.subTest(layout=layout, family=family):
+                    model = Model(3, family)
+                    tm.save(model.hf, "S/hf", replace=True)
+                    wanted = {key: array for key, array in MAKE[layout](model).items() if not key.startswith("opti")}
+                    numbers = {"padded_vocab": PADDED} if layout == "megatron" else {}
+                    with tm.open("S/hf", as_=f"{layout}:{family}", config=config(family), numbers=numbers) as checkpoint:
+                        self.assertEqual(checkpoint.keys(), sorted(wanted))
+                        for key, array in wanted.items():
+                            self.assertEqual(checkpoint[key][...].tobytes(), numpy.nan_to_num(array).tobytes(), key)
+        model = Model(4, "qwen3")
+        tm.save(model.hf, "S/hf", replace=True)
+        with tm.open("S/hf", as_="megatron@layers:qwen3", config=config("qwen3"), numbers={"padded_vocab": PADDED}) as checkpoint:
+            self.assertIn("decoder.layers.2.self_attention.linear_qkv.weight", checkpoint)
+
+    def test_errors_say_what_is_missing(self):
+        model = Model(5, "qwen3")
+        tm.save(megatron(model), "S/c")
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "heads is not known .*config.num_attention_heads.*--set"):
+            tm.open("S/c", as_="hf", numbers={"vocab": VOCAB})
+        with self.assertRaisesRegex(tm.NotFoundError, "fit none of the layouts"):
+            tm.open("S/c", as_="hf:llama", config=config("llama"))
+        with self.assertRaisesRegex(tm.NotFoundError, "fit none of the layouts"):
+            tm.open("S/c", as_="hf", from_="torchtitan", config=config("qwen3"))
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "no rules for megatron:bert"):
+            tm.open("S/c", as_="megatron:bert")
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "model_type"):
+            tm.open("S/c", as_="hf", config={"vocab_size": 3})
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "does not fit|is not a multiple"):
+            tm.open("S/c", as_="hf", config={**config("qwen3"), "num_attention_heads": 5})
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "use one"):
+            tm.open("S/c", as_="hf", names=[])
+        # A tensor that no rule knows is not left out in silence.
+        tm.save({**megatron(model), "decoder.layers.mlp.shared_experts.linear_fc1.weight": numpy.zeros(3, "f4")}, "S/more")
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "no rule matches tensor decoder.layers.mlp.shared_experts"):
+            tm.open("S/more", as_="hf", config=config("qwen3"))
+
+    def test_commands_take_packs(self):
+        model = Model(6, "qwen3")
+        tm.save(megatron(model), "S/c")
+        os.mkdir("with")
+        with open("with/config.json", "w") as file:
+            json.dump(config("qwen3"), file)
+        shown = support.run("map", "check", "hf", "S/c", "--with", "with")
+        self.assertIn("model.layers.2.self_attn.k_proj.weight  f32 [8, 24]  <- decoder.layers.self_attention.linear_qkv.weight"
+                      " : l (groups (q + k + v) h) d", shown)
+        self.assertIn("dropped: optimizer.state.exp_avg.decoder.final_layernorm.weight", shown)
+        support.run("export", "S/c", "model", "--to", "hf", "--as", "hf", "--with", "with")
+        with tm.open("model") as checkpoint:
+            self.assert_same(checkpoint, model.hf)
+        support.run("import", "model", "S/back", "--as", "megatron:qwen3", "--with", "with", "--set", "padded_vocab=16")
+        support.run("diff", "S/c", "S/back", "--keys", "decoder.*")
+
+
+if __name__ == "__main__":
+    unittest.main()
