@@ -50,12 +50,16 @@ bool MatchesAny(const std::vector<KeyPattern>& forms, const std::vector<std::str
   });
 }
 
-// Whether the checkpoint with these keys has the layout that the pack reads.
-bool Fits(const NameRules& pack, const std::vector<std::string>& keys) {
-  return std::ranges::all_of(pack.detect,
-                             [&](const auto& forms) { return MatchesAny(forms, keys); }) &&
-         std::ranges::none_of(pack.absent,
-                              [&](const auto& forms) { return MatchesAny(forms, keys); });
+// Why the checkpoint with these keys does not have the layout that the pack reads; empty if it
+// does.
+std::string MisfitOf(const NameRules& pack, const std::vector<std::string>& keys) {
+  for (const std::vector<KeyPattern>& forms : pack.detect) {
+    if (!MatchesAny(forms, keys)) return "has no " + forms[0].text();
+  }
+  for (const std::vector<KeyPattern>& forms : pack.absent) {
+    if (MatchesAny(forms, keys)) return "has " + forms[0].text();
+  }
+  return {};
 }
 
 Result<std::vector<std::string>> KeysOf(const CheckpointIndex& index) {
@@ -72,22 +76,24 @@ Result<NameRules> ToHuggingFace(const CheckpointIndex& index, const NameMap& map
                                 const std::string& family, std::vector<NameRules> packs) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys, KeysOf(index));
   std::vector<const NameRules*> fitting;
-  std::vector<const NameRules*> named;
+  std::string misfits;
   for (NameRules& pack : packs) {
     TENSORMOUNT_RETURN_IF_ERROR(pack.AddGiven(map));
     const bool is_named = (map.from.empty() || pack.layout == map.from) &&
                           (family.empty() || pack.family == family) &&
                           (pack.model_type.empty() || pack.model_type == pack.family);
     if (!is_named) continue;
-    named.push_back(&pack);
-    if (Fits(pack, keys)) fitting.push_back(&pack);
+    const std::string misfit = MisfitOf(pack, keys);
+    if (misfit.empty()) {
+      fitting.push_back(&pack);
+    } else {
+      misfits += (misfits.empty() ? ": for " : ", for ") + PackName(pack) + " it " + misfit;
+    }
   }
   if (fitting.size() == 1) return *fitting[0];
   if (fitting.empty()) {
-    return Status(Code::kNotFound,
-                  "name map: the keys fit none of the layouts that are known" +
-                      (named.empty() ? std::string() : " (" + Listed(named) + ")") +
-                      "; write the rules yourself (docs/mapping.md)");
+    return Status(Code::kNotFound, "name map: the checkpoint fits none of the known rules" +
+                                       misfits + "; write rules yourself (docs/mapping.md)");
   }
   return BadPackName("the keys fit several layouts (" + Listed(fitting) +
                      "): name the family, as in " + std::string(kHuggingFace) + ":" +

@@ -136,7 +136,7 @@ def gpt(experts=0, tied=False, **options):
         normalization="RMSNorm", bias_activation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
         bias_dropout_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False,
     )
-    spec = {"normalization": "RMSNorm"}
+    spec = {"normalization": "RMSNorm", "qk_layernorm": options.get("qk_layernorm", False)}
     if experts:
         given.update(num_moe_experts=experts, moe_ffn_hidden_size=48, moe_router_topk=2,
                      expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of real trainers as models of Hugging Face: transformers loads them from the mount or from an export,
+and computes the logits of the trainer's own model. Rules: docs/mapping.md."""
+
+import json
+import os
+import sys
+import unittest
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "python"))
+
+import support
+import tensormount as tm
+from torchrun import main, torchrun
+
+try:
+    import torch
+    import torch.distributed as dist
+    import transformers
+except ImportError as error:
+    raise unittest.SkipTest(str(error))
+
+HERE = os.path.abspath(__file__)
+TOKENS = [[1, 5, 9, 77, 3, 100, 42, 8], [120, 2, 2, 64, 31, 7, 0, 127]]
+
+
+# ---- Megatron-Core: models of tests/trainers/megatron_cpu.py -------------------------------------
+
+MEGATRON = {
+    "llama": {}, "qwen3": {"qk_layernorm": True}, "qwen3_moe": {"qk_layernorm": True, "experts": 4},
+    # Square matrices, for which a wrong orientation has no other shape.
+    "square": {"ffn_hidden_size": 32, "num_query_groups": 4},
+}
+
+
+def megatron_model(kind):
+    import megatron_cpu
+
+    options = dict(MEGATRON[kind])
+    return megatron_cpu.gpt(options.pop("experts", 0), **options)
+
+
+def save_megatron(kind, tp, pp, ep):
+    import megatron_cpu
+    from megatron.core import dist_checkpointing as dc
+
+    megatron_cpu.keep_results_in_this_process()
+    megatron_cpu.parallel(tp, pp, ep)
+    model = megatron_model(kind)
+    for parameter in model.parameters():  # Norms are ones otherwise.
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.1)
+    if dist.get_rank() == 0:
+        os.makedirs(f"megatron/{kind}", exist_ok=True)
+    dist.barrier()
+    with tm.megatron.install():
+        dc.save(model.sharded_state_dict(), f"megatron/{kind}")
+
+
+def megatron_logits(kind):
+    """The logits of the checkpoint in Megatron, on one rank."""
+    import megatron_cpu
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.transformer.moe import moe_utils
+
+    # 0.16.1 asks for it without having it, if Transformer Engine is not installed.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    megatron_cpu.parallel()
+    model = megatron_model(kind)
+    with tm.megatron.install():
+        model.load_state_dict(dc.load(model.sharded_state_dict(), f"megatron/{kind}"))
+    model.eval()
+    tokens = torch.tensor(TOKENS)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        torch.save(model(tokens, positions, mask).float(), f"logits-{kind}.pt")
+
+
+def megatron_config(kind):
+    options = MEGATRON[kind]
+    given = dict(hidden_size=32, intermediate_size=options.get("ffn_hidden_size", 64), num_hidden_layers=4,
+                 num_attention_heads=4, num_key_value_heads=options.get("num_query_groups", 2), head_dim=8, vocab_size=128,
+                 rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False, max_position_embeddings=64)
+    if kind in ("llama", "square"):
+        return transformers.LlamaConfig(**given)
+    if kind == "qwen3":
+        return transformers.Qwen3Config(**given)
+    return transformers.Qwen3MoeConfig(**given, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+                                       norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+
+
+# ---- torchtitan: its own trainer, two steps ------------------------------------------------------
+
+
+def train_torchtitan():
+    import torchtitan_cpu
+    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+
+    manager = tm.torchtitan.CheckpointManager.Config(interval=2, last_save_model_only=False, keep_latest_k=0)
+    config = torchtitan_cpu.config("titan", manager, steps=2)
+    trainer = config.build()
+    trainer.train()
+    model = trainer.model_parts[0]
+    with torch.no_grad():
+        hidden = model.eval()(torch.tensor(TOKENS))  # torchtitan computes the logits together with the loss.
+    state = {key: value.full_tensor() if hasattr(value, "full_tensor") else value
+             for key, value in model.state_dict().items()}
+    trainer.close()
+    if dist.get_rank() == 0:
+        torch.save(hidden.float() @ state["lm_head.weight"].T, "logits-titan.pt")
+        torch.save(Llama3StateDictAdapter(config.model_spec.model, None).to_hf(state), "converted-titan.pt")
+
+
+def torchtitan_config():
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
+        vocab_size=2048, rms_norm_eps=1e-5, rope_parameters=scaling, max_position_embeddings=131072,
+        tie_word_embeddings=False)
+
+
+# ---- OLMo-core -----------------------------------------------------------------------------------
+
+
+def save_olmo():
+    from olmo_core.distributed.checkpoint import save_model_and_optim_state
+    from olmo_core.nn.hf.convert import convert_state_to_hf
+    from olmo_core.nn.transformer import TransformerConfig
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = TransformerConfig.olmo2_14M(vocab_size=128).build(init_device="cpu")
+    model.init_weights(device=torch.device("cpu"), max_seq_len=64)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.1)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            torch.save(model.eval()(torch.tensor(TOKENS)), "logits-olmo2.pt")
+        torch.save(convert_state_to_hf(olmo_config(), dict(model.state_dict())), "converted-olmo2.pt")
+    for block in model.blocks.values():
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with tm.olmo.install():
+        save_model_and_optim_state("olmo/step1/model_and_optim", model, optimizer)
+
+
+def olmo_config():
+    return transformers.Olmo2Config(
+        hidden_size=128, intermediate_size=OLMO_HIDDEN, num_hidden_layers=4, num_attention_heads=8, vocab_size=128,
+        rms_norm_eps=1e-6, rope_theta=500000.0, max_position_embeddings=64, tie_word_embeddings=False)
+
+
+OLMO_HIDDEN = 512
+
+
+def logits_of(directory, config):
+    config.save_pretrained("config")
+    for name in ("config.json", "generation_config.json"):
+        if os.path.exists(f"config/{name}") and not os.path.exists(f"{directory}/{name}"):
+            with open(f"config/{name}") as source, open(f"{directory}/{name}", "w") as out:
+                out.write(source.read())
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits
+
+
+class Models(support.Folder):
+    def check(self, kind, store, config, most, **numbers):
+        """The logits of the model that is exported by the rules of its trainer, against those of the trainer."""
+        config.save_pretrained("config")
+        sets = [part for name, value in numbers.items() for part in ("--set", f"{name}={value}")]
+        directory = "-".join(["hf", kind, *numbers])
+        support.run("export", store, directory, "--to", "hf", "--as", "hf", "--with", "config", *sets)
+        found = logits_of(directory, config)
+        expected = torch.load(f"logits-{kind}.pt")
+        error = (found - expected).abs().max() / expected.abs().max()
+        print(f"{kind} {numbers}: largest difference of the logits {error:.1e}")
+        self.assertLessEqual(float(error), most)
+
+    def check_weights(self, kind, store, config):
+        """Bit for bit what the trainer's own converter makes of the same weights."""
+        expected = torch.load(f"converted-{kind}.pt")
+        with tm.open(store, as_="hf", config=config.to_dict()) as checkpoint:
+            self.assertEqual(sorted(checkpoint.keys()), sorted(expected))
+            for key, weight in expected.items():
+                self.assertTrue(torch.equal(torch.from_numpy(checkpoint[key][...].copy()), weight), key)
+
+    def test_torchtitan(self):
+        import torchtitan_cpu
+
+        torchtitan_cpu.make_assets()
+        torchrun(HERE, 2, ("train_torchtitan",))
+        self.check_weights("titan", "titan/checkpoint/step-2", torchtitan_config())
+        self.check("titan", "titan/checkpoint/step-2", torchtitan_config(), 1e-5)
+
+    def test_olmo(self):
+        torchrun(HERE, 2, ("save_olmo",))
+        self.check_weights("olmo2", "olmo/step1/model_and_optim", olmo_config())
+        self.check("olmo2", "olmo/step1/model_and_optim", olmo_config(), 1e-5)
+
+    def test_megatron(self):
+        torchrun(HERE, 4, ("save_megatron", "llama", 2, 2, 1), ("save_megatron", "qwen3", 1, 4, 1),
+                 ("save_megatron", "square", 4, 1, 1), ("save_megatron", "qwen3_moe", 1, 2, 2))
+        torchrun(HERE, 1, *(("megatron_logits", kind) for kind in MEGATRON))
+        for kind in MEGATRON:
+            with self.subTest(kind=kind):
+                self.check(kind, f"megatron/{kind}/tm-state", megatron_config(kind), 1e-6)
+        # All experts of a layer in one tensor, the form of transformers 5.
+        self.check("qwen3_moe", "megatron/qwen3_moe/tm-state", megatron_config("qwen3_moe"), 1e-6, split=0)
+
+
+if __name__ == "__main__":
+    main(globals())
