@@ -125,8 +125,10 @@ void AddNumbers(CLI::App* command, NameMapArgs& map) {
       ->add_option("--from", map.from, "With --as: the layout of the source, if its keys fit two")
       ->option_text("LAYOUT");
   command
-      ->add_option("--with", map.with,
-                   "Directory with the model's config.json, which has numbers that rules use")
+      ->add_option(
+          "--with", map.with,
+          "Directory of a model: its config.json has numbers that rules use, and hf/ has its "
+          "configuration and tokenizer")
       ->option_text("DIR");
   command->add_option("--set", map.numbers, "A size that the rules use; may be repeated")
       ->expected(1)

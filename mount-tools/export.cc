@@ -43,6 +43,7 @@ Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
   }
   TENSORMOUNT_RETURN_IF_ERROR(FileSystemFor(args.destination).status());
   TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadNameMap(args.map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.beside, ReadFilesBeside(args.map));
   TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(args.hf_rules.value_or("")));
   if (args.hf_part_size) {
     TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.part_bytes, fs::ParsePartSize(*args.hf_part_size));

@@ -30,6 +30,14 @@
 namespace tensormount::tools {
 namespace {
 
+// Adds the files of --with as objects, instead of objects of the source with their names.
+Status AddBeside(const ModelFiles& files, StateDict& state) {
+  for (const auto& [name, bytes] : files) {
+    TENSORMOUNT_RETURN_IF_ERROR(state.AddObject(name, *bytes));
+  }
+  return {};
+}
+
 // Copies the layer names of stacked tensors to the state dict.
 Status NameLayers(const CheckpointIndex& index, StateDict& state) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto layers, index.Layers());
@@ -107,8 +115,8 @@ class SourceReader {
 
 // Adds one rank's shards to `state`, and to `reader` in the same order. After an error `state` is
 // incomplete and must not be used.
-Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communicator& comm,
-                 SourceReader& reader, StateDict& state) {
+Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const ModelFiles* beside,
+                 Communicator& comm, SourceReader& reader, StateDict& state) {
   Status failure;
   const Status scan = source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
@@ -126,7 +134,11 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communic
   TENSORMOUNT_RETURN_IF_ERROR(NameLayers(source.index(), state));
 
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> objects, source.index().Objects());
+  if (beside != nullptr && comm.rank() == 0) {
+    TENSORMOUNT_RETURN_IF_ERROR(AddBeside(*beside, state));
+  }
   for (std::size_t i = 0; i < objects.size(); ++i) {
+    if (beside != nullptr && beside->contains(objects[i].key)) continue;
     // Each object part is saved by one rank.
     if (static_cast<int>(i % static_cast<std::size_t>(comm.size())) != comm.rank()) continue;
     // The length is checked before memory is allocated: in a damaged index it may be any number.
@@ -305,6 +317,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     if (rules.ok()) options.retention = std::move(rules).value();
   }
   std::shared_ptr<const OpenedCheckpoint> source;
+  std::shared_ptr<const ModelFiles> beside;
   ShardRule rule;
   if (before.ok()) {
     auto opened = OpenSource(args.source, terminal, LossPolicyOf(args.partial));
@@ -313,6 +326,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
       const auto apply = [&]() -> Status {
         TENSORMOUNT_ASSIGN_OR_RETURN(const NameMap names, ReadNameMap(args.map));
         TENSORMOUNT_ASSIGN_OR_RETURN(source, ApplyNames(opened.value(), names));
+        TENSORMOUNT_ASSIGN_OR_RETURN(beside, ReadFilesBeside(args.map));
         return {};
       };
       before = apply();
@@ -348,7 +362,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
       control.read = [&reader](std::uint32_t item, std::uint64_t offset, std::span<std::byte> out) {
         return reader->Read(item, offset, out);
       };
-      mine = FillState(*source, rule, comm, *reader, state);
+      mine = FillState(*source, rule, beside.get(), comm, *reader, state);
     }
     // A failed state dict makes Save fail on all ranks with this error.
     if (!mine.ok()) state.Fail(mine);

@@ -95,6 +95,7 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args, const Terminal&
   }
   options.mount_point = mount_point.value();
   TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadNameMap(args.map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.beside, ReadFilesBeside(args.map));
   TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(args.hf_rules));
   TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.part_bytes, fs::ParsePartSize(args.hf_part_size));
   options.list_views = args.views;

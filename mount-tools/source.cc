@@ -170,15 +170,18 @@ Result<NameMap> ReadNameMap(const NameMapArgs& args) {
     return Status(Code::kInvalidArgument, "--from requires --as");
   }
   if (args.empty()) {
-    if (map.numbers.empty() && args.with.empty()) return map;
-    return Status(Code::kInvalidArgument, "--set and --with require --map or --as");
+    if (map.numbers.empty()) return map;
+    return Status(Code::kInvalidArgument, "--set requires --map or --as");
   }
   map.as = args.as;
   map.from = args.from;
   if (!args.with.empty()) {
     constexpr std::uint64_t kMaxBytes = 1 << 20;
-    TENSORMOUNT_ASSIGN_OR_RETURN(map.config,
-                                 ReadNamedFile(JoinPath(args.with, "config.json"), kMaxBytes));
+    const Result<std::string> config =
+        ReadNamedFile(JoinPath(args.with, "config.json"), kMaxBytes);
+    // Numbers may come from elsewhere.
+    if (config.ok()) map.config = config.value();
+    if (config.status().code() != Code::kNotFound) TENSORMOUNT_RETURN_IF_ERROR(config.status());
   }
   if (args.rules.empty()) return map;
   TENSORMOUNT_ASSIGN_OR_RETURN(map.rules, ReadNamedFile(args.rules, NameRules::kMaxBytes));
@@ -188,6 +191,12 @@ Result<NameMap> ReadNameMap(const NameMapArgs& args) {
     return valid.WithContext(args.rules);
   }
   return map;
+}
+
+Result<std::shared_ptr<const ModelFiles>> ReadFilesBeside(const NameMapArgs& args) {
+  if (args.with.empty()) return std::shared_ptr<const ModelFiles>();
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(args.with));
+  return ReadModelFiles(*fs, args.with);
 }
 
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part) {

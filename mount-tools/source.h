@@ -13,6 +13,7 @@
 #include "tensormount/status.h"
 
 #include "index/foreign/open_source.h"
+#include "index/foreign/model_files.h"
 #include "index/foreign/rule_packs.h"
 #include "index/read/checkpoint.h"
 #include "mount-tools/name_map_args.h"
@@ -63,6 +64,8 @@ Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path);
 // cannot be together, a text that is not NAME=NUMBER, or rules that are invalid; the message names
 // the file, the rule and its line.
 Result<NameMap> ReadNameMap(const NameMapArgs& args);
+// The model files of --with; null without it.
+Result<std::shared_ptr<const ModelFiles>> ReadFilesBeside(const NameMapArgs& args);
 
 // kInvalidArgument if the rule (parsed from `text`, the value of --shard) splits no tensor, for
 // example because no tensor has the axis. Then every rank would have all data, as with the rule

@@ -9,6 +9,8 @@
 #include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
+#include "index/foreign/model_files.h"
+
 namespace tensormount::fs {
 
 // Options of hf/, for the mount (--hf-part-size, --hf-rules), for `export --to hf` and for the
@@ -19,6 +21,8 @@ struct HfOptions {
   std::uint64_t part_bytes = 5'000'000'000;
   // Selects and renames the tensors of hf/, by shown keys; null: all, unchanged.
   std::shared_ptr<const KeyMap> rules = nullptr;
+  // Files that hf/ has beside the tensors, instead of objects of the same name; null: none.
+  std::shared_ptr<const ModelFiles> beside = nullptr;
 };
 
 // Number of bytes of a text like "5GB", "512MiB" or "100000". K, M, G, KB, MB and GB are powers of

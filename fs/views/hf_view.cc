@@ -44,16 +44,27 @@ void HfView::FindCarried() {
       if (IsModelFile(name)) found.try_emplace(name, i);
     }
   }
-  for (const auto& [name, part] : found) carried_.push_back(part);
+  std::map<std::string, Carried> all;
+  for (const auto& [name, part] : found) {
+    all[std::string(name)] = {.name = std::string(name), .part = part, .bytes = nullptr};
+  }
+  if (options_.beside) {
+    for (const auto& [name, bytes] : *options_.beside) {
+      all[name] = {.name = name, .part = 0, .bytes = bytes};
+    }
+  }
+  for (auto& [name, carried] : all) carried_.push_back(std::move(carried));
 }
 
 bool HfView::HasTiedEmbeddings() const {
-  const std::vector<ObjectRecord>& objects = shown_.objects.parts();
-  const auto config = std::ranges::find_if(
-      carried_, [&](std::uint32_t n) { return CarriedName(objects[n]) == "config.json"; });
-  if (config == carried_.end() || objects[*config].length > kMaxConfigBytes) return false;
-  std::string text(static_cast<std::size_t>(objects[*config].length), '\0');
-  if (!shown_.opened.ReadObject(objects[*config], 0, text.data(), text.size()).ok()) return false;
+  const auto config = std::ranges::find(carried_, "config.json", &Carried::name);
+  if (config == carried_.end() || SizeOf(*config) > kMaxConfigBytes) return false;
+  std::string text(static_cast<std::size_t>(SizeOf(*config)), '\0');
+  if (config->bytes) {
+    text = *config->bytes;
+  } else if (!shown_.opened.ReadObject(ObjectOf(*config), 0, text.data(), text.size()).ok()) {
+    return false;
+  }
   const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   bool tied = false;
   bool apart = false;
@@ -114,7 +125,7 @@ Result<FileSegments> HfView::PartFile(const HfParts& parts, std::size_t part) co
 Result<std::string> HfView::NameOf(std::uint64_t item) const {
   if (item == kRoot) return std::string();
   if (item >= kFirstCarried && item < first_part()) {
-    return std::string(CarriedName(CarriedAt(item)));
+    return CarriedAt(item).name;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
   if (item == kIndexItem && parts->has_index()) return std::string(kIndexFile);
@@ -142,8 +153,8 @@ Result<ViewNode> HfView::Stat(std::uint64_t item) const {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto text, Index());
     node.size = text->size();
   } else if (item < first_part()) {
-    node.size = CarriedAt(item).length;
-    node.mtime = CarriedAt(item).mtime;
+    node.size = SizeOf(CarriedAt(item));
+    if (!CarriedAt(item).bytes) node.mtime = ObjectOf(CarriedAt(item)).mtime;
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
     node.size = parts->parts()[item - first_part()].size();
@@ -157,11 +168,8 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
     TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, Stat(item));
     return ViewChild{.name = std::string(name), .node = std::move(node)};
   };
-  const std::vector<ObjectRecord>& objects = shown_.objects.parts();
-  const auto carried = std::lower_bound(
-      carried_.begin(), carried_.end(), name,
-      [&](std::uint32_t part, std::string_view n) { return CarriedName(objects[part]) < n; });
-  if (carried != carried_.end() && CarriedName(objects[*carried]) == name) {
+  const auto carried = std::ranges::lower_bound(carried_, name, {}, &Carried::name);
+  if (carried != carried_.end() && carried->name == name) {
     return found(kFirstCarried + static_cast<std::uint64_t>(carried - carried_.begin()));
   }
   // Programs probe many files that do not exist, so the parts are laid out only for names of model
@@ -211,7 +219,12 @@ Result<FileSegments> HfView::Open(std::uint64_t item) const {
     return segments;
   }
   if (item >= kFirstCarried && item < first_part()) {
-    segments.AddObject(carried_[item - kFirstCarried], CarriedAt(item).length);
+    const Carried& carried = CarriedAt(item);
+    if (carried.bytes) {
+      segments.AddLiteral(carried.bytes);
+    } else {
+      segments.AddObject(carried.part, SizeOf(carried));
+    }
     return segments;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
@@ -225,8 +238,8 @@ Result<FileSegments> HfView::Open(std::uint64_t item) const {
 
 Result<std::map<std::string, std::string>> HfView::Attributes(std::uint64_t item) const {
   std::map<std::string, std::string> all;
-  if (item >= kFirstCarried && item < first_part()) {
-    all.emplace("key", CarriedAt(item).key);
+  if (item >= kFirstCarried && item < first_part() && !CarriedAt(item).bytes) {
+    all.emplace("key", ObjectOf(CarriedAt(item)).key);
   }
   return all;
 }

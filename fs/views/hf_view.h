@@ -24,10 +24,10 @@ namespace tensormount::fs {
 // model. The parts are computed at the first access, because that walks over all tensors and most
 // mounts never need it.
 //
-// Items: 1 the directory, 2 the index, from 3 on the carried objects by name, then the parts.
+// Items: 1 the directory, 2 the index, from 3 on the carried files by name, then the parts.
 // Numbers follow from the checkpoint and the options.
-// Carried objects are saved objects with the names of files that from_pretrained looks for:
-// configuration and tokenizer. Only lookups of other names that begin with "model" may compute the
+// Carried files are saved objects with the names of files that from_pretrained looks for
+// (configuration and tokenizer), and the files of HfOptions::beside. Only lookups of other names that begin with "model" may compute the
 // parts, because transformers probes many files that do not exist.
 class HfView : public View {
  public:
@@ -56,8 +56,18 @@ class HfView : public View {
   HfView(const ShownCheckpoint& shown, const View& whole, const HfOptions& options)
       : shown_(shown), whole_(whole), options_(options), part_files_(kKeptBytes) {}
   void FindCarried();
-  const ObjectRecord& CarriedAt(std::uint64_t item) const {
-    return shown_.objects.parts()[carried_[item - kFirstCarried]];
+  // A file beside the tensors: an object, or bytes.
+  struct Carried {
+    std::string name;
+    std::uint32_t part = 0;  // Number in ShownObjects::parts(), if there are no bytes.
+    std::shared_ptr<const std::string> bytes;
+  };
+  const Carried& CarriedAt(std::uint64_t item) const { return carried_[item - kFirstCarried]; }
+  const ObjectRecord& ObjectOf(const Carried& carried) const {
+    return shown_.objects.parts()[carried.part];
+  }
+  std::uint64_t SizeOf(const Carried& carried) const {
+    return carried.bytes ? carried.bytes->size() : ObjectOf(carried).length;
   }
   std::uint64_t first_part() const { return kFirstCarried + carried_.size(); }
   // Returns the parts; the first call walks over all tensors. A failure is not cached: the next
@@ -74,9 +84,9 @@ class HfView : public View {
   ShownCheckpoint shown_;
   const View& whole_;
   HfOptions options_;
-  // Numbers in ShownObjects::parts() of the carried objects, sorted by name in hf/. If several keys
-  // have the same last name, the key without a directory wins, else the first key.
-  std::vector<std::uint32_t> carried_;
+  // Sorted by name. If several objects have the same last name, the key without a directory wins,
+  // else the first key.
+  std::vector<Carried> carried_;
 
   // Guards the members below. Held while parts are computed, so that concurrent opens of a model
   // compute them once.

@@ -26,6 +26,26 @@ bool IsModelFile(std::string_view name) {
   });
 }
 
+Result<std::shared_ptr<const ModelFiles>> ReadModelFiles(FileSystem& fs,
+                                                         const std::string& directory) {
+  constexpr std::uint64_t kMaxModelFile = std::uint64_t{64} << 20;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
+  auto files = std::make_shared<ModelFiles>();
+  for (const DirectoryEntry& entry : entries) {
+    if (!IsModelFile(entry.name)) continue;
+    const std::string path = JoinPath(directory, entry.name);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
+    if (info.kind != FileKind::kFile) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, fs.ReadFile(path, kMaxModelFile));
+    files->emplace(entry.name, std::make_shared<const std::string>(std::move(bytes)));
+  }
+  if (files->empty()) {
+    return Status(Code::kNotFound,
+                  directory + ": has no file of a model, such as config.json or tokenizer.json");
+  }
+  return std::shared_ptr<const ModelFiles>(std::move(files));
+}
+
 Status AddModelFiles(const ForeignFolder& folder, ForeignBuilder& builder) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
   for (const DirectoryEntry& entry : entries) {

@@ -157,12 +157,7 @@ def olmo_config():
 OLMO_HIDDEN = 512
 
 
-def logits_of(directory, config):
-    config.save_pretrained("config")
-    for name in ("config.json", "generation_config.json"):
-        if os.path.exists(f"config/{name}") and not os.path.exists(f"{directory}/{name}"):
-            with open(f"config/{name}") as source, open(f"{directory}/{name}", "w") as out:
-                out.write(source.read())
+def logits_of(directory):
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
@@ -177,7 +172,10 @@ class Models(support.Folder):
         sets = [part for name, value in numbers.items() for part in ("--set", f"{name}={value}")]
         directory = "-".join(["hf", kind, *numbers])
         support.run("export", store, directory, "--to", "hf", "--as", "hf", "--with", "config", *sets)
-        found = logits_of(directory, config)
+        self.compare(kind, directory, most, numbers)
+
+    def compare(self, kind, directory, most, numbers=()):
+        found = logits_of(directory)
         expected = torch.load(f"logits-{kind}.pt")
         error = (found - expected).abs().max() / expected.abs().max()
         print(f"{kind} {numbers}: largest difference of the logits {error:.1e}")
@@ -211,6 +209,14 @@ class Models(support.Folder):
         for kind in MEGATRON:
             with self.subTest(kind=kind):
                 self.check(kind, f"megatron/{kind}/tm-state", megatron_config(kind), 1e-6)
+        # Without an export: from a mount.
+        os.mkdir("MNT")
+        megatron_config("qwen3").save_pretrained("config")
+        support.run("mount", "megatron/qwen3/tm-state", "MNT", "--as", "hf", "--with", "config")
+        try:
+            self.compare("qwen3", "MNT/hf", 1e-6)
+        finally:
+            support.run("unmount", "MNT")
         # All experts of a layer in one tensor, the form of transformers 5.
         self.check("qwen3_moe", "megatron/qwen3_moe/tm-state", megatron_config("qwen3_moe"), 1e-6, split=0)
 
