@@ -21,6 +21,7 @@
 #include "base/mapping.h"
 #include "base/status_json.h"
 #include "lib/c_api.h"
+#include "shard/strict_json.h"
 
 namespace tensormount::c_api {
 namespace {
@@ -367,12 +368,17 @@ Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
 Result<NameMap> ReadNameMap(const char* json) {
   NameMap map;
   if (json == nullptr) return map;
-  const auto parsed = nlohmann::json::parse(json, nullptr, /*allow_exceptions=*/false);
-  if (!parsed.is_object() || !parsed.contains("as")) {
-    // Rules. An empty text is no JSON, and must not be taken for no map.
-    map.rules = *json == '\0' ? " " : json;
-    return map;
+  // Rules, unless it is an object with "as". An empty text is no JSON, and must not be taken for no
+  // map.
+  map.rules = *json == '\0' ? " " : json;
+  constexpr std::size_t kMaxNameMap = std::size_t{8} << 20;
+  if (map.rules.size() > kMaxNameMap) {
+    return Status(Code::kInvalidArgument, "name map: more than 8 MiB");
   }
+  const Result<nlohmann::json> strict = ParseStrictJson(map.rules);
+  if (!strict.ok() || !strict.value().contains("as")) return map;  // Errors are those of the rules.
+  const nlohmann::json& parsed = strict.value();
+  map.rules.clear();
   const auto invalid = [](const std::string& field) {
     return Status(Code::kInvalidArgument, "name map: \"" + field + "\" is not valid beside \"as\"");
   };

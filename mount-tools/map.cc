@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
+#include "base/file_system_for.h"
 #include "index/records/name_binding.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -57,6 +58,12 @@ class MapCheck {
           if (dropped) dropped_.push_back(key);
           return true;
         }));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects,
+                                 mapped_.stored_index().Objects());
+    for (const ObjectRecord& object : objects) {
+      if (!rules_.NameOf(object.key).empty()) continue;
+      if (dropped_.empty() || dropped_.back() != object.key) dropped_.push_back(object.key);
+    }
     Status failure;
     TENSORMOUNT_RETURN_IF_ERROR(mapped_.index().ForEachTensor(0, [&](const TensorEntry& entry) {
       Result<MappedText> text = TextOf(entry);
@@ -157,7 +164,10 @@ class MapCheck {
 int RunMap(const MapArgs& args, Terminal& terminal) {
   // RULES is a file, or what --as would take.
   NameMapArgs given = args.map;
-  if (!given.rules.ends_with(".json")) given.as = std::exchange(given.rules, {});
+  const auto fs = FileSystemFor(given.rules);
+  if (!fs.ok() || !fs.value()->Exists(given.rules)) {
+    if (!given.rules.ends_with(".json")) given.as = std::exchange(given.rules, {});
+  }
   const auto names = ReadNameMap(given);
   if (!names.ok()) return terminal.Fail(names.status());
   const auto stored = OpenSource(args.source, terminal);

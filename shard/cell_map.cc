@@ -28,7 +28,7 @@ std::int64_t CellsBefore(std::span<const Digit> digits, std::int64_t end) {
       }();
     // The last digit counts the cell at which a step begins; a slower one leaves it to the next.
     const bool last = i + 1 == digits.size();
-    const std::int64_t steps = last ? (end + digit.step - 1) / digit.step : end / digit.step;
+    const std::int64_t steps = last ? (end - 1) / digit.step + 1 : end / digit.step;
     const std::int64_t full = std::min(steps, digit.size);
     before = before * digit.size + full;
     if (full == digit.size) {
@@ -128,7 +128,8 @@ void TermSide::Fold(const PlacedBox& native, std::span<const std::int64_t> key, 
   box_extent[names] = native.box.extent(rank);
   first.strides[names] = native.strides[rank];
   for (const Digit& digit : digits) {
-    first.strides[digit.name] = native.strides[digit.axis] * digit.step;
+    // A digit of one cell has no neighbours, and its step may be any number.
+    if (digit.size > 1) first.strides[digit.name] = native.strides[digit.axis] * digit.step;
   }
   first.box = BoxAccess::Make(box_begin, box_extent);
   std::vector<PlacedBox> boxes = {std::move(first)};

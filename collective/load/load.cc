@@ -25,22 +25,15 @@
 #include "collective/save_load.h"
 #include "index/foreign/open_source.h"
 #include "index/foreign/rule_packs.h"
+#include "index/records/name_binding.h"
 
 namespace tensormount {
 namespace {
 
 // Hash that identifies the opened checkpoint; it must be equal on all ranks. A checkpoint of the
 // same name on another machine, or a foreign checkpoint that was written again, has another hash.
-// A checkpoint with another name map has other tensors.
-Result<Hash128> Identity(const OpenedCheckpoint& checkpoint, const NameMap& names) {
+Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
   ByteWriter out;
-  for (const std::string& text : {names.rules, names.as, names.from, names.config}) {
-    out.String(text);
-  }
-  for (const auto& [name, number] : names.numbers) {
-    out.String(name);
-    out.I64(number);
-  }
   if (const DecodedCommit* commit = checkpoint.commit()) {
     out.String(commit->record.uuid.ToString());
     out.Hash(commit->record.content_root);
@@ -69,6 +62,19 @@ Result<Hash128> Identity(const OpenedCheckpoint& checkpoint, const NameMap& name
     return failure.ok();
   }));
   TENSORMOUNT_RETURN_IF_ERROR(failure);
+  return Xxh3(out.bytes());
+}
+
+// Hash of the name map with all its numbers; it must be equal on all ranks, too.
+Hash128 NamesIdentity(const OpenedCheckpoint& checkpoint, const NameMap& names) {
+  ByteWriter out;
+  for (const std::string& text : {names.rules, names.as, names.from}) out.String(text);
+  if (checkpoint.is_mapped()) {
+    for (const auto& [name, number] : checkpoint.binding()->rules().numbers) {
+      out.String(name);
+      out.I64(number);
+    }
+  }
   return Xxh3(out.bytes());
 }
 
@@ -172,8 +178,9 @@ class LoadJob {
     ByteWriter out;
     out.String(resolved);
     out.String(checkpoint_->index().info().uuid.ToString());
-    TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_, options_.names));
+    TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
     out.Hash(identity_);
+    out.Hash(NamesIdentity(*checkpoint_, options_.names));
     return std::move(out.bytes());
   }
 
@@ -183,14 +190,20 @@ class LoadJob {
     const std::string path(in.String(64 * 1024));
     report_.uuid = in.String(64);
     const Hash128 told_identity = in.Hash();
+    const Hash128 told_names = in.Hash();
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
     if (checkpoint_ == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, Find(path));
       TENSORMOUNT_RETURN_IF_ERROR(OpenMapped(found));
-      TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_, options_.names));
+      TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
     }
     if (identity_ != told_identity) {
       return Status(Code::kStale, path + ": this rank opened another checkpoint than rank 0");
+    }
+    if (NamesIdentity(*checkpoint_, options_.names) != told_names) {
+      return Status(
+          Code::kInvalidArgument,
+          path + ": this rank has another name map, or other numbers for it, than rank 0");
     }
     return {};
   }

@@ -279,7 +279,7 @@ Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<Stat
 
 Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   const ShownCheckpoint& shown = view.shown();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, shown.opened.index().Common());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, shown.opened.stored_index().Common());
   std::set<std::string, std::less<>> keys;
   std::vector<StateValue> all;  // Tensors come first: tensor n has storage n.
   TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(

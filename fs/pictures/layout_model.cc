@@ -389,6 +389,13 @@ Result<ChunkMap> DescribeChunkMap(const OpenedCheckpoint& checkpoint, const std:
   if (!layer) TENSORMOUNT_RETURN_IF_ERROR(found.status());
   const TensorEntry& stored = layer ? layer->stacked : found.value();
   const TensorMeta& meta = layer ? layer->meta : stored.meta;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string own, checkpoint.StoredKeyOf(stored.ordinal));
+  if (own.empty()) {
+    return Status(Code::kUnsupported,
+                  "tensor " + key +
+                      ": a name map puts it together from other tensors, and the "
+                      "layout is that of a stored one");
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto extents, checkpoint.Extents(stored));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ChunkRecord> records, extents->All());
 

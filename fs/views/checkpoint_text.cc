@@ -189,6 +189,17 @@ Result<std::shared_ptr<const GeneratedText>> ExtentsJson(const OpenedCheckpoint&
         head + fmt::format(", \"error\": {}}}\n", JsonString(why.ToString())), 0, {}, "");
   };
   if (!found.ok()) return failed(found.status());
+  // A tensor that a name map puts together has no chunks of its own.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string whole, opened.StoredKeyOf(tensor.ordinal));
+  if (whole.empty()) {
+    constexpr std::size_t kMostKeys = 1000;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys,
+                                 opened.StoredKeysOf(tensor.ordinal, kMostKeys));
+    std::string text;
+    for (const std::string& key : keys) text += (text.empty() ? "" : ", ") + JsonString(key);
+    return GeneratedText::Make(head + fmt::format(", \"put_together_from\": [{}]}}\n", text), 0, {},
+                               "");
+  }
   const std::shared_ptr<const ExtentTable> table = found.value();
   if (table->size() > UINT32_MAX) {
     return failed(Status(Code::kUnsupported, "tensor " + tensor.meta.key() + ": too many chunks"));

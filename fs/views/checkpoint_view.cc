@@ -72,7 +72,9 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   if (options.other_users) TENSORMOUNT_RETURN_IF_ERROR(RestrictToFiles());
   if (!options.map.empty()) {
     Result<std::shared_ptr<const OpenedCheckpoint>> mapped = ApplyNames(opened_, options.map);
-    if (!mapped.ok()) return mapped.status().WithContext(options.name);
+    if (!mapped.ok()) {
+      return options.name.empty() ? mapped.status() : mapped.status().WithContext(options.name);
+    }
     opened_ = std::move(mapped).value();
   }
   const CheckpointIndex& index = opened_->index();

@@ -68,7 +68,8 @@ class Planner {
         megatron_(options.megatron) {}
 
   Result<DcpFiles> Run() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(common_, shown_.opened.index().Common());
+    // With the recorded structures, which have stored keys.
+    TENSORMOUNT_ASSIGN_OR_RETURN(common_, shown_.opened.stored_index().Common());
     std::set<std::string, std::less<>> keys;
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {

@@ -65,9 +65,7 @@ Result<ShownTensor> ShownCheckpoint::TensorAt(const KeyNumber& key) const {
 Result<std::string> ShownCheckpoint::StoredTensorKey(std::uint32_t n,
                                                      std::string_view shown_key) const {
   if (!opened.is_mapped()) return std::string(shown_key);
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, opened.StoredKeyOf(n));
-  if (stored.empty()) return std::string(shown_key);
-  return stored;
+  return opened.StoredKeyOf(n);
 }
 
 }  // namespace tensormount::fs

@@ -47,8 +47,8 @@ struct ShownCheckpoint {
   // The tensor with this number in `tensors`, or in `layers` if the key is hidden. kStale or
   // kNotFound if no tensor has the number.
   Result<ShownTensor> TensorAt(const KeyNumber& key) const;
-  // The stored key of tensor number `n`, which is shown as `shown_key`; `shown_key` if it is put
-  // together from parts of other tensors.
+  // The stored key of tensor number `n`, which is shown as `shown_key`; empty if it is put together
+  // from parts of other tensors.
   Result<std::string> StoredTensorKey(std::uint32_t n, std::string_view shown_key) const;
   // The tree that the number of a key belongs to.
   const KeyTree& TreeOf(const KeyNumber& key) const {

@@ -77,11 +77,11 @@ Result<NameRules> ToHuggingFace(const CheckpointIndex& index, const NameMap& map
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys, KeysOf(index));
   std::vector<const NameRules*> fitting;
   std::string misfits;
+  const std::string type = NameRules::ModelTypeOf(map.config);
   for (NameRules& pack : packs) {
-    TENSORMOUNT_RETURN_IF_ERROR(pack.AddGiven(map));
     const bool is_named = (map.from.empty() || pack.layout == map.from) &&
                           (family.empty() || pack.family == family) &&
-                          (pack.model_type.empty() || pack.model_type == pack.family);
+                          (type.empty() || type == pack.family);
     if (!is_named) continue;
     const std::string misfit = MisfitOf(pack, keys);
     if (misfit.empty()) {
@@ -90,7 +90,14 @@ Result<NameRules> ToHuggingFace(const CheckpointIndex& index, const NameMap& map
       misfits += (misfits.empty() ? ": for " : ", for ") + PackName(pack) + " it " + misfit;
     }
   }
-  if (fitting.size() == 1) return *fitting[0];
+  if (fitting.size() == 1) {
+    NameRules chosen = *fitting[0];
+    TENSORMOUNT_RETURN_IF_ERROR(chosen.AddGiven(map));
+    return chosen;
+  }
+  if (!map.config.empty() && type.empty()) {
+    TENSORMOUNT_RETURN_IF_ERROR(NameRules().AddGiven(map));  // Says what is wrong with it.
+  }
   if (fitting.empty()) {
     return Status(Code::kNotFound, "name map: the checkpoint fits none of the known rules" +
                                        misfits + "; write rules yourself (docs/mapping.md)");
@@ -136,7 +143,7 @@ std::string ModelConfigOf(const OpenedCheckpoint& source) {
     if (file.ok()) text = file.value();
   }
   // OLMo-core writes another file of that name.
-  return text.find("\"model_type\"") == std::string::npos ? std::string() : text;
+  return NameRules::ModelTypeOf(text).empty() ? std::string() : text;
 }
 
 }  // namespace

@@ -115,6 +115,9 @@ class OpenedCheckpoint {
   Result<std::string> StoredKeyOf(std::uint32_t ordinal) const;
   // How the name map was applied; null if none is.
   const NameBinding* binding() const { return binding_.get(); }
+  // The keys of the stored tensors that have bytes of tensor number `ordinal`, at most `most`; its
+  // own key if no name map is applied.
+  Result<std::vector<std::string>> StoredKeysOf(std::uint32_t ordinal, std::size_t most) const;
   // The stored key of the object `key`.
   std::string StoredObjectKey(const std::string& key) const;
   FileSystem& fs() const { return *fs_; }

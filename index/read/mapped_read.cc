@@ -11,6 +11,7 @@
 #include "index/read/foreign_file.h"
 #include "index/read/planned_read.h"
 #include "index/read/proven_ranges.h"
+#include "index/read/saved_paths.h"
 #include "index/records/name_binding.h"
 #include "shard/box_access.h"
 
@@ -64,25 +65,33 @@ Status ForEachStored(const MappedTensor::Source& source, std::span<const int> in
   }
 }
 
-// Losses under the names that the map shows. A lost tensor that the map would split keeps its
-// stored key; what the map drops is no loss.
+// Losses under the names that the map shows. What the map drops is no loss. The names that a lost
+// tensor would have got by a rule with axes are not known without its shape; such a loss counts for
+// every key.
 std::vector<ForeignLoss> ShownLosses(const std::vector<ForeignLoss>& losses,
                                      const NameRules& rules) {
-  const auto renamed = [&](const std::vector<std::string>& keys) {
-    std::vector<std::string> names;
-    for (const std::string& key : keys) {
-      std::string name = rules.Splits(key) ? key : rules.NameOf(key);
-      if (!name.empty()) names.push_back(std::move(name));
-    }
-    return names;
-  };
   std::vector<ForeignLoss> shown;
   for (const ForeignLoss& loss : losses) {
     ForeignLoss mapped = loss;
-    mapped.tensors = renamed(loss.tensors);
-    mapped.objects = renamed(loss.objects);
+    mapped.tensors.clear();
+    mapped.objects.clear();
+    std::string split;
+    for (const std::string& key : loss.tensors) {
+      if (rules.Splits(key)) split = key;
+      std::string name = rules.Splits(key) ? std::string() : rules.NameOf(key);
+      if (!name.empty()) mapped.tensors.push_back(std::move(name));
+    }
+    for (const std::string& key : loss.objects) {
+      std::string name = rules.NameOf(key);
+      if (!name.empty()) mapped.objects.push_back(std::move(name));
+    }
+    if (!split.empty()) {
+      mapped.tensors.clear();
+      mapped.objects.clear();
+      mapped.reason += " (" + loss.Summary() + ", of which a rule uses tensor " + split + ")";
+    }
     const bool unknown = loss.tensors.empty() && loss.objects.empty();
-    if (unknown || !mapped.tensors.empty() || !mapped.objects.empty()) {
+    if (unknown || !split.empty() || !mapped.tensors.empty() || !mapped.objects.empty()) {
       shown.push_back(std::move(mapped));
     }
   }
@@ -97,7 +106,12 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Mapped(
     return Status(Code::kUnsupported, source->directory_ + ": a name map is applied already");
   }
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
-  Result<std::shared_ptr<const NameBinding>> binding = NameBinding::Bind(*source->index_, rules);
+  std::vector<std::string> lost;
+  for (const ForeignLoss& loss : source->lost_) {
+    lost.insert(lost.end(), loss.tensors.begin(), loss.tensors.end());
+  }
+  Result<std::shared_ptr<const NameBinding>> binding =
+      NameBinding::Bind(*source->index_, rules, lost);
   if (binding.status().code() == Code::kNotFound && !source->lost_.empty()) {
     // A tensor that a rule needs may be lost, which is another error than a wrong rule.
     return Status(Code::kDataLoss,
@@ -106,8 +120,9 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Mapped(
   }
   TENSORMOUNT_RETURN_IF_ERROR(binding.status());
   opened->binding_ = std::move(binding).value();
-  TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_,
-                               CheckpointIndex::Mapped(source->index_, opened->binding_));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      opened->index_,
+      CheckpointIndex::Mapped(source->index_, opened->binding_, SavedPaths::IsInternal));
   opened->fs_ = source->fs_;
   opened->directory_ = source->directory_;
   opened->pinned_ = source->pinned_;
@@ -152,6 +167,28 @@ Result<std::string> OpenedCheckpoint::StoredKeyOf(std::uint32_t ordinal) const {
   if (!stored) return std::string();
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, stored_index().At(*stored));
   return entry.meta.key();
+}
+
+Result<std::vector<std::string>> OpenedCheckpoint::StoredKeysOf(std::uint32_t ordinal,
+                                                                std::size_t most) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string whole, StoredKeyOf(ordinal));
+  std::vector<std::string> keys;
+  if (!whole.empty()) keys.push_back(whole);
+  if (!whole.empty() || !binding_) return keys;
+  const MappedTensor mapped = binding_->At(ordinal);
+  std::vector<bool> used(mapped.sources.size());
+  for (const CellTerm& term : mapped.terms) {
+    if (term.from) used[term.source] = true;
+  }
+  for (std::size_t s = 0; s < used.size(); ++s) {
+    if (!used[s]) continue;
+    for (const std::uint32_t stored : mapped.sources[s].ordinals) {
+      if (keys.size() == most) return keys;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, source_->index_->At(stored));
+      keys.push_back(entry.meta.key());
+    }
+  }
+  return keys;
 }
 
 std::string OpenedCheckpoint::StoredObjectKey(const std::string& key) const {

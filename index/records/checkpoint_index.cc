@@ -113,9 +113,10 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromInventory(
 }
 
 Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::Mapped(
-    std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding) {
+    std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding,
+    const std::function<bool(std::string_view)>& leave_out) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<MappedTable> table,
-                               MappedTable::Make(std::move(source), std::move(binding)));
+                               MappedTable::Make(std::move(source), std::move(binding), leave_out));
   return Load(std::move(table), true);
 }
 

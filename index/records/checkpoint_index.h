@@ -121,9 +121,11 @@ class CheckpointIndex {
       std::uint64_t check_bytes = kMaxFullyCheckedIndexBytes,
       std::function<Result<std::shared_ptr<const Table>>()> again = {});
 
-  // The index of `source` as a name map shows it (index/records/mapped_table.h).
+  // The index of `source` as a name map shows it (index/records/mapped_table.h), without the common
+  // records for which `leave_out`, if not empty, returns true.
   static Result<std::shared_ptr<const CheckpointIndex>> Mapped(
-      std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding);
+      std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding,
+      const std::function<bool(std::string_view name)>& leave_out = {});
 
   // A table in memory with the same records that WriteSst writes for `inventory`.
   static Result<std::shared_ptr<const MemoryTable>> RecordsOf(const Inventory& inventory);

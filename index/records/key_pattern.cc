@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "tensormount/box.h"
+
 #include "shard/axis_names.h"
 
 namespace tensormount {
@@ -47,6 +49,9 @@ Result<KeyPattern> KeyPattern::Parse(std::string_view text) {
     for (const Capture& capture : pattern.captures_) {
       if (capture.name == name) return invalid("{" + std::string(name) + "} occurs twice");
     }
+    if (pattern.captures_.size() == kMaxRank) {
+      return invalid("more than " + std::to_string(kMaxRank) + " captures");
+    }
     if (!pattern.captures_.empty() && pattern.literals_.back().empty()) {
       return invalid("there is no text between {" + pattern.captures_.back().name + "} and {" +
                      std::string(name) + "}");
@@ -55,7 +60,15 @@ Result<KeyPattern> KeyPattern::Parse(std::string_view text) {
     pattern.literals_.emplace_back();
     at = close + 1;
   }
-  for (const std::string& literal : pattern.literals_) has_text = has_text || !literal.empty();
+  for (std::size_t i = 0; i < pattern.literals_.size(); ++i) {
+    const std::string& literal = pattern.literals_[i];
+    has_text = has_text || !literal.empty();
+    if (i > 0 && pattern.captures_[i - 1].is_index && !literal.empty() &&
+        IsIndexDigit(literal[0])) {
+      return invalid("a digit after {" + pattern.captures_[i - 1].name +
+                     "} would be part of the index");
+    }
+  }
   if (!has_text && pattern.captures_.empty()) return invalid("the key is empty");
   return pattern;
 }
@@ -82,7 +95,8 @@ std::optional<std::size_t> KeyPattern::MatchPart(std::string_view key, std::size
       return at;
     }
     std::size_t end = at;
-    while (end < key.size() && IsIndexDigit(key[end])) ++end;
+    // One digit more than an index may have makes it invalid.
+    while (end < key.size() && end - at <= kMostDigits && IsIndexDigit(key[end])) ++end;
     if (!IndexOf(key.substr(at, end - at))) return std::nullopt;
     found[c] = key.substr(at, end - at);
     at = end;
@@ -101,6 +115,8 @@ std::optional<std::vector<std::string_view>> KeyPattern::Match(std::string_view 
     const std::size_t text = capture;
     end.reset();
     for (std::size_t at = begin; at <= key.size(); ++at) {
+      at = key.find(literals_[text + 1], at);
+      if (at == std::string_view::npos) break;
       std::size_t next = text + 1;
       const std::optional<std::size_t> after = MatchPart(key, at, next, found);
       if (!after || (next == captures_.size() && *after != key.size())) continue;

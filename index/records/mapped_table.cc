@@ -23,13 +23,14 @@ std::string Big32(std::uint32_t number) {
 }  // namespace
 
 Result<std::unique_ptr<MappedTable>> MappedTable::Make(
-    std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding) {
+    std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding,
+    const std::function<bool(std::string_view)>& leave_out) {
   std::unique_ptr<MappedTable> table(new MappedTable(std::move(source), std::move(binding)));
-  TENSORMOUNT_RETURN_IF_ERROR(table->MakeRecords());
+  TENSORMOUNT_RETURN_IF_ERROR(table->MakeRecords(leave_out));
   return table;
 }
 
-Status MappedTable::MakeRecords() {
+Status MappedTable::MakeRecords(const std::function<bool(std::string_view)>& leave_out) {
   // What the counts of the info record and mtimes of mapped tensors need, by stored tensor.
   struct Stored {
     std::uint64_t bytes = 0;
@@ -71,8 +72,9 @@ Status MappedTable::MakeRecords() {
   inventory.files = source_->files();
   inventory.manifests = source_->manifests();
   TENSORMOUNT_ASSIGN_OR_RETURN(inventory.common, source_->CommonRecords());
-  std::erase_if(inventory.common,
-                [](const auto& value) { return value.first.starts_with(kLayersRecordPrefix); });
+  std::erase_if(inventory.common, [&](const auto& value) {
+    return value.first.starts_with(kLayersRecordPrefix) || (leave_out && leave_out(value.first));
+  });
   for (const auto& [ordinal, pattern] : binding_->layers()) {
     inventory.common.emplace(std::string(kLayersRecordPrefix) + binding_->key(ordinal), pattern);
   }

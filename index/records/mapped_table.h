@@ -24,9 +24,11 @@ namespace tensormount {
 // are those of the stored checkpoint, with the same numbers.
 class MappedTable : public Table {
  public:
-  // Reads all records but extents once.
-  static Result<std::unique_ptr<MappedTable>> Make(std::shared_ptr<const CheckpointIndex> source,
-                                                   std::shared_ptr<const NameBinding> binding);
+  // Reads all records but extents once. Common records for which `leave_out` returns true are left
+  // out: those that hold keys would name stored tensors.
+  static Result<std::unique_ptr<MappedTable>> Make(
+      std::shared_ptr<const CheckpointIndex> source, std::shared_ptr<const NameBinding> binding,
+      const std::function<bool(std::string_view name)>& leave_out);
 
   Result<std::string> Get(std::string_view key) const override;
   // `prefix` must begin with the letter of a kind of record.
@@ -39,7 +41,7 @@ class MappedTable : public Table {
   MappedTable(std::shared_ptr<const CheckpointIndex> source,
               std::shared_ptr<const NameBinding> binding)
       : source_(std::move(source)), binding_(std::move(binding)) {}
-  Status MakeRecords();
+  Status MakeRecords(const std::function<bool(std::string_view name)>& leave_out);
   Result<TensorEntry> EntryOf(std::uint32_t ordinal) const;
   Result<std::string> TensorRecordOf(std::uint32_t ordinal) const;
 

@@ -106,13 +106,14 @@ struct NamedTerm {
 
 class Binder {
  public:
-  Binder(const CheckpointIndex& index, const NameRules& rules)
-      : index_(index), rules_(rules), binding_(new NameBinding) {}
+  Binder(const CheckpointIndex& index, const NameRules& rules, std::span<const std::string> lost)
+      : index_(index), rules_(rules), lost_(lost), binding_(new NameBinding) {}
 
   Result<std::shared_ptr<const NameBinding>> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(rules_.FindNumbers(index_));
     TENSORMOUNT_RETURN_IF_ERROR(SelectRules());
     TENSORMOUNT_RETURN_IF_ERROR(MatchTensors());
+    TENSORMOUNT_RETURN_IF_ERROR(CheckLost());
     for (std::size_t r = 0; r < rules_.rules.size(); ++r) {
       TENSORMOUNT_RETURN_IF_ERROR(ApplyRule(r));
     }
@@ -182,11 +183,55 @@ class Binder {
     return failure;
   }
 
+  // Fails if a lost tensor belongs to an application of a rule that has other tensors: a stack
+  // would silently be shorter.
+  Status CheckLost() const {
+    for (const std::string& key : lost_) {
+      const std::optional<std::size_t> r = rules_.RuleFor(key);
+      if (!r || !rules_.Splits(key)) continue;
+      const NameRule& rule = rules_.rules[*r];
+      for (const NameRule::Side& side : rule.from) {
+        const auto captures = side.key.Match(key);
+        if (!captures) continue;
+        const auto found = matches_[*r].find(GroupOf(rule, side, *captures));
+        if (found == matches_[*r].end()) break;
+        return Status(Code::kDataLoss, "name map: " + rule.position + " needs tensor " + key +
+                                           " beside " + found->second.first_key +
+                                           ", and it is lost");
+      }
+    }
+    return {};
+  }
+
+  // The captures that all keys of the rule have, as one text. In the order of their names, which is
+  // the same for all sides.
+  static std::string GroupOf(const NameRule& rule, const NameRule::Side& side,
+                             std::span<const std::string_view> captures) {
+    const auto& names = side.key.captures();
+    std::string group;
+    for (const std::string& name : rule.group) {
+      const auto c = std::find_if(names.begin(), names.end(),
+                                  [&](const auto& capture) { return capture.name == name; });
+      group += captures[static_cast<std::size_t>(c - names.begin())];
+      group += '\0';  // Keys have none.
+    }
+    return group;
+  }
+
+  // Counts a comparison of a key with a pattern.
+  Status Compare(const std::string& key) {
+    compared_ += key.size();
+    if (compared_ <= NameBinding::kMaxCompared) return {};
+    return Status(Code::kResourceExhausted,
+                  "name map: too many keys and rules: their comparison would take too long");
+  }
+
   Status MatchTensor(const TensorEntry& entry) {
     const std::string& key = entry.meta.key();
     for (std::size_t r = 0; r < rules_.rules.size(); ++r) {
       const NameRule& rule = rules_.rules[r];
       if (!applies_[r] || rule.kind == NameRule::Kind::kAlias) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(Compare(key));
       if (rule.kind == NameRule::Kind::kKeys) {
         std::optional<RenamedKey> renamed = ApplyKeyRule(rule.keys, key);
         if (!renamed) continue;
@@ -220,6 +265,12 @@ class Binder {
     if (binding_->targets_.size() == NameBinding::kMaxTargets) {
       return BadMap("more than " + std::to_string(NameBinding::kMaxTargets) + " tensors");
     }
+    keys_bytes_ += target.key.size();
+    if (keys_bytes_ > NameBinding::kMaxKeysBytes) {
+      return Status(Code::kResourceExhausted, "name map: the keys have more than " +
+                                                  std::to_string(NameBinding::kMaxKeysBytes) +
+                                                  " bytes");
+    }
     binding_->targets_.push_back(std::move(target));
     return Status();
   }
@@ -235,20 +286,12 @@ class Binder {
                   const TensorEntry& entry) {
     const NameRule& rule = rules_.rules[r];
     const auto& names = rule.from[side].key.captures();
-    std::string group;
     Match match{.ordinal = entry.ordinal, .indices = {}};
     for (std::size_t c = 0; c < names.size(); ++c) {
       if (rule.group.contains(names[c].name)) continue;
       match.indices.push_back(*KeyPattern::IndexOf(captures[c]));
     }
-    // Captures in the order of their names, which is the same for all sides.
-    for (const std::string& name : rule.group) {
-      const auto c = std::find_if(names.begin(), names.end(),
-                                  [&](const auto& capture) { return capture.name == name; });
-      group += captures[static_cast<std::size_t>(c - names.begin())];
-      group += '\0';  // Keys have none.
-    }
-    const auto [it, fresh] = matches_[r].try_emplace(std::move(group));
+    const auto [it, fresh] = matches_[r].try_emplace(GroupOf(rule, rule.from[side], captures));
     Matches& matches = it->second;
     if (fresh) {
       matches.sources.resize(rule.from.size());
@@ -314,6 +357,11 @@ class Binder {
     TENSORMOUNT_RETURN_IF_ERROR(SolveSizes(rule, matches, sizes));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const SizedRule> sized,
                                  SizedRuleOf(rule, sizes, matches.first_key));
+    for (const SizedRule::Target& target : sized->to) {
+      if (const Status legal = CheckShape(matches.dtype, target.shape); !legal.ok()) {
+        return BadMapRule(rule, matches.first_key + ": " + legal.message());
+      }
+    }
     return AddApplication(rule, sized, matches);
   }
 
@@ -425,6 +473,10 @@ class Binder {
       for (AxisTerm& term : terms) {
         NameSet names(in_key.begin(), in_key.end());
         for (const AxisTerm::Digit& digit : term.digits) names.insert(digit.name);
+        if (names.size() != in_key.size() + term.digits.size()) {
+          return Status(Code::kInvalidArgument,
+                        "a name of " + Joined(names) + " is in the key and among the axes");
+        }
         const auto [it, fresh] =
             all.emplace(names, NamedTerm{static_cast<std::uint32_t>(s), std::move(term)});
         if (!fresh) {
@@ -452,7 +504,7 @@ class Binder {
   }
 
   // Pairs the terms of both sides.
-  static Result<SizedRule> MakeSizedRule(const NameRule& rule, const AxisSizes& sizes) {
+  Result<SizedRule> MakeSizedRule(const NameRule& rule, const AxisSizes& sizes) {
     const auto key_sizes = [&](const NameRule::Side& side) {
       Dims out;
       for (const std::string& name : KeyNamesOf(rule, side)) {
@@ -474,6 +526,12 @@ class Binder {
     using Terms = std::map<NameSet, NamedTerm>;
     TENSORMOUNT_ASSIGN_OR_RETURN(const Terms from, TermsOf(rule, rule.from, sizes));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Terms to, TermsOf(rule, rule.to, sizes));
+    terms_ += from.size() + to.size();
+    if (terms_ > NameBinding::kMaxAllTerms) {
+      return Status(Code::kResourceExhausted, "the rules have more than " +
+                                                  std::to_string(NameBinding::kMaxAllTerms) +
+                                                  " combinations of summands");
+    }
     for (const auto& [names, term] : from) {
       if (to.contains(names) || unused(names)) continue;
       return Status(Code::kInvalidArgument,
@@ -557,6 +615,7 @@ class Binder {
   Status ApplyAlias(const NameRule& rule) {
     std::vector<NameBinding::Target> aliases;
     for (const NameBinding::Target& target : binding_->targets_) {
+      TENSORMOUNT_RETURN_IF_ERROR(Compare(target.key));
       const auto captures = rule.from[0].key.Match(target.key);
       if (!captures) continue;
       std::map<std::string, std::string, std::less<>> values;
@@ -567,16 +626,17 @@ class Binder {
       alias.key = SideKey(rule, rule.to[0], values, Dims());
       aliases.push_back(std::move(alias));
     }
-    if (aliases.empty() && !rule.optional) {
+    if (aliases.empty()) {
+      if (rule.optional) return {};
       return Status(Code::kNotFound, "name map: " + rule.position + ": no tensor is called " +
                                          rule.from[0].key.text());
     }
-    std::unordered_set<std::string> known;
-    if (rule.optional) {
-      for (const NameBinding::Target& target : binding_->targets_) known.insert(target.key);
+    if (rule.optional && known_.empty()) {
+      for (const NameBinding::Target& target : binding_->targets_) known_.insert(target.key);
     }
     for (NameBinding::Target& alias : aliases) {
-      if (known.contains(alias.key)) continue;
+      if (rule.optional && known_.contains(alias.key)) continue;
+      if (!known_.empty()) known_.insert(alias.key);
       TENSORMOUNT_RETURN_IF_ERROR(AddTarget(std::move(alias), rule.position));
     }
     return Status();
@@ -648,16 +708,22 @@ class Binder {
 
   const CheckpointIndex& index_;
   NameRules rules_;  // With all numbers.
+  std::span<const std::string> lost_;
   std::shared_ptr<NameBinding> binding_;
   std::vector<bool> applies_;
   std::vector<bool> used_;  // Whether a rule has matched a stored tensor.
   std::vector<std::map<std::string, Matches>> matches_;  // By rule; the key has the captures.
   std::unordered_map<std::string, std::shared_ptr<const SizedRule>> sized_;
+  std::size_t terms_ = 0;  // Of all sized rules, on both sides.
+  std::size_t keys_bytes_ = 0;
+  std::uint64_t compared_ = 0;
+  std::unordered_set<std::string> known_;  // Keys of targets, if an optional alias asked for them.
 };
 
 Result<std::shared_ptr<const NameBinding>> NameBinding::Bind(const CheckpointIndex& index,
-                                                             const NameRules& rules) {
-  return Binder(index, rules).Run();
+                                                             const NameRules& rules,
+                                                             std::span<const std::string> lost) {
+  return Binder(index, rules, lost).Run();
 }
 
 std::optional<std::uint32_t> NameBinding::WholeSource(std::uint32_t ordinal) const {

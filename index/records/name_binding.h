@@ -42,15 +42,23 @@ class NameBinding {
  public:
   // Largest number of mapped tensors.
   static constexpr std::size_t kMaxTargets = std::size_t{1} << 22;
+  // Largest number of terms of all rules with their sizes. A model has a few dozen.
+  static constexpr std::size_t kMaxAllTerms = std::size_t{1} << 18;
+  // Largest number of bytes of all keys of mapped tensors.
+  static constexpr std::size_t kMaxKeysBytes = std::size_t{1} << 30;
+  // Largest number of bytes of keys that are compared with patterns: seconds of work.
+  static constexpr std::uint64_t kMaxCompared = std::uint64_t{1} << 32;
 
   // Applies `rules` to all tensors and objects of `index`.
   // Proves that every cell of a stored tensor is used by one rule, is named as unused, or is
   // dropped, and that every cell of a mapped tensor comes from one stored cell or is named as
-  // unused. kInvalidArgument names the rule and the key: shapes that do not fit, a size that is not
-  // known, cells used twice or not at all, two tensors with one name; kNotFound: a tensor that a
-  // rule needs is not stored; kUnsupported: elements below one byte.
+  // unused. `lost`: keys of stored tensors that are lost; kDataLoss if a rule needs one of them
+  // beside others. kInvalidArgument names the rule and the key: shapes that do not fit, a size that
+  // is not known, cells used twice or not at all, two tensors with one name; kNotFound: a tensor
+  // that a rule needs is not stored; kUnsupported: elements below one byte.
   static Result<std::shared_ptr<const NameBinding>> Bind(const CheckpointIndex& index,
-                                                         const NameRules& rules);
+                                                         const NameRules& rules,
+                                                         std::span<const std::string> lost = {});
 
   // The rules with all numbers that were found.
   const NameRules& rules() const { return rules_; }

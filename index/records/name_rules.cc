@@ -125,11 +125,6 @@ Result<NameRule::Side> ParseSide(const std::string& text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(side.key, KeyPattern::Parse(key));
   if (colon != std::string::npos) {
     TENSORMOUNT_ASSIGN_OR_RETURN(side.axes, AxisNames::Parse(text.substr(colon + 2)));
-    for (const KeyPattern::Capture& capture : side.key.captures()) {
-      if (side.axes->names().contains(capture.name)) {
-        return BadField("\"" + text + "\": " + capture.name + " is in the key and among the axes");
-      }
-    }
   }
   return side;
 }
@@ -155,6 +150,9 @@ Result<std::vector<NameRule::Side>> ParseSides(const Json& json, const std::stri
 
 Result<std::map<std::string, SizeFormula>> ParseSizes(const Json& json) {
   if (!json.is_object()) return BadField("\"sizes\" must be an object");
+  if (json.size() > NameRules::kMaxSizes) {
+    return BadField("\"sizes\" has more than " + std::to_string(NameRules::kMaxSizes) + " names");
+  }
   std::map<std::string, SizeFormula> sizes;
   for (const auto& [name, value] : json.items()) {
     if (!AxisNames::IsName(name)) return BadField("\"sizes\": \"" + name + "\" is not a name");
@@ -194,6 +192,16 @@ Status Complete(NameRule& rule) {
     if (with_axes == 1)
       (sides[0]->axes ? sides[1] : sides[0])->axes =
           sides[0]->axes ? sides[0]->axes : sides[1]->axes;
+  }
+  // Also of axes that came from the other side.
+  for (const NameRule::Side* side : sides) {
+    if (!side->axes) continue;
+    for (const KeyPattern::Capture& capture : side->key.captures()) {
+      if (side->axes->names().contains(capture.name)) {
+        return BadField("\"" + side->key.text() + "\": " + capture.name +
+                        " is in the key and among the axes");
+      }
+    }
   }
   rule.group = CapturesOf(*sides[0]);
   for (const NameRule::Side* side : sides) {
@@ -296,6 +304,10 @@ Result<std::vector<std::vector<KeyPattern>>> ParsePatterns(const Json& json,
   return all;
 }
 
+bool IsPlace(std::string_view text) {
+  return text.starts_with("config.") || text.starts_with("common.");
+}
+
 // One member of "numbers": an integer, or a list of places.
 Status AddNumber(const std::string& name, const Json& value, NameRules& rules) {
   if (!AxisNames::IsName(name)) return BadNameMap("\"" + name + "\" is not the name of a number");
@@ -306,7 +318,9 @@ Status AddNumber(const std::string& name, const Json& value, NameRules& rules) {
   std::vector<std::string>& places = rules.sources[name];
   for (const Json& place : value.is_array() ? value : Json::array()) {
     const std::string text = place.is_string() ? place.get<std::string>() : std::string();
-    if (!text.starts_with("config.") && !text.starts_with("common.")) {
+    const std::size_t condition = text.find(" if ");
+    if (!IsPlace(text) ||
+        (condition != std::string::npos && !IsPlace(text.substr(condition + 4)))) {
       places.clear();
       break;
     }
@@ -317,15 +331,23 @@ Status AddNumber(const std::string& name, const Json& value, NameRules& rules) {
                     " must be an integer, or a list of places \"config.NAME\" and \"common.PATH\"");
 }
 
-// Adds the integers and booleans of a config.json, by their paths: "text_config.vocab_size".
-void AddConfig(const Json& object, const std::string& prefix, AxisSizes& config) {
-  for (const auto& [name, value] : object.items()) {
-    if (value.is_boolean()) config[prefix + name] = value.get<bool>() ? 1 : 0;
-    if (value.is_number_unsigned() && value.get<std::uint64_t>() <= INT64_MAX) {
-      config[prefix + name] = value.get<std::int64_t>();
-    }
-    if (value.is_object()) AddConfig(value, prefix + name + ".", config);
+// The integer or boolean at a path of a config.json, "text_config.vocab_size"; nullopt if there is
+// none.
+std::optional<std::int64_t> NumberIn(const Json& config, std::string_view path) {
+  const Json* at = &config;
+  for (;;) {
+    const std::size_t dot = path.find('.');
+    if (!at->is_object()) return std::nullopt;
+    const auto member = at->find(std::string(path.substr(0, dot)));
+    if (member == at->end()) return std::nullopt;
+    at = &*member;
+    if (dot == std::string_view::npos) break;
+    path.remove_prefix(dot + 1);
   }
+  if (at->is_boolean()) return at->get<bool>() ? 1 : 0;
+  if (!at->is_number_integer()) return std::nullopt;
+  if (at->is_number_unsigned() && at->get<std::uint64_t>() > INT64_MAX) return std::nullopt;
+  return at->get<std::int64_t>();
 }
 
 // The integer or boolean at a path of common values, "args.num_attention_heads"; nullopt if there
@@ -401,6 +423,14 @@ Result<NameRules> NameRules::FromJson(std::string_view json) {
       for (const auto& [number, size] : value.items()) {
         TENSORMOUNT_RETURN_IF_ERROR(AddNumber(number, size, rules));
       }
+    } else if (name == "guards") {
+      if (!value.is_object()) return BadNameMap("\"guards\" must be an object");
+      for (const auto& [place, expected] : value.items()) {
+        if (!IsPlace(place) || !expected.is_number_integer()) {
+          return BadNameMap("guard " + place + " must be a place and an integer");
+        }
+        rules.guards.push_back({place, expected.get<std::int64_t>()});
+      }
     } else if (name == "family" || name == "layout") {
       TENSORMOUNT_ASSIGN_OR_RETURN((name == "family" ? rules.family : rules.layout),
                                    StringOf(value, name));
@@ -444,7 +474,7 @@ Result<NameRules> NameRules::FromJson(std::string_view json) {
 
 std::string NameRules::NameOf(std::string_view key) const {
   const std::optional<std::size_t> r = RuleFor(key);
-  if (!r) return others == Others::kKeep ? std::string(key) : std::string();
+  if (!r) return others == Others::kDrop ? std::string() : std::string(key);
   const NameRule& rule = rules[*r];
   if (rule.kind == NameRule::Kind::kKeys) return ApplyKeyRule(rule.keys, key)->name;
   return rule.from[0].axes ? std::string() : RenamedBy(rule, *rule.from[0].key.Match(key));
@@ -493,9 +523,16 @@ Status NameRules::AddGiven(const NameMap& map) {
       return BadNameMap("config.json has no \"model_type\", so it is not that of a model");
     }
     model_type = type->get<std::string>();
-    AddConfig(json.value(), "", config);
+    config = std::make_shared<const Json>(std::move(json).value());
   }
   return {};
+}
+
+std::string NameRules::ModelTypeOf(std::string_view config) {
+  const Result<Json> json = ParseStrictJson(config);
+  if (!json.ok()) return {};
+  const auto type = json.value().find("model_type");
+  return type == json.value().end() || !type->is_string() ? "" : type->get<std::string>();
 }
 
 NameRules NameRules::Inverse(bool layers) const {
@@ -530,23 +567,36 @@ NameRules NameRules::Inverse(bool layers) const {
 
 Status NameRules::FindNumbers(const CheckpointIndex& index) {
   std::optional<CommonDict> common;
+  const auto at = [&](std::string_view place) -> Result<std::optional<std::int64_t>> {
+    const std::string_view path = place.substr(7);  // After "config." or "common.".
+    if (place.starts_with("config.")) {
+      return config ? NumberIn(*config, path) : std::optional<std::int64_t>();
+    }
+    if (!common) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState state, index.Common());
+      common.emplace();
+      for (const auto& [key, value] : state.values) common->items.emplace(key, value);
+    }
+    return NumberIn(*common, path);
+  };
   for (const auto& [name, places] : sources) {
-    for (const std::string& place : places) {
+    for (const std::string& text : places) {
       if (numbers.contains(name)) break;
-      const std::string path = place.substr(7);  // After "config." or "common.".
-      if (place.starts_with("config.")) {
-        const auto found = config.find(path);
-        if (found != config.end()) numbers.emplace(name, found->second);
-        continue;
+      const std::size_t condition = text.find(" if ");
+      if (condition != std::string::npos) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto holds, at(text.substr(condition + 4)));
+        if (holds.value_or(0) == 0) continue;
       }
-      if (!common) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState state, index.Common());
-        common.emplace();
-        for (const auto& [key, value] : state.values) common->items.emplace(key, value);
-      }
-      const std::optional<std::int64_t> found = NumberIn(*common, path);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, at(text.substr(0, condition)));
       if (found && *found >= 0) numbers.emplace(name, *found);
     }
+  }
+  for (const Guard& guard : guards) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, at(guard.place));
+    if (!found || *found == guard.expected) continue;
+    return Status(Code::kUnsupported, "name map: " + guard.place + " is " + std::to_string(*found) +
+                                          ", and the rules are for " +
+                                          std::to_string(guard.expected));
   }
   return {};
 }

@@ -11,6 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include <nlohmann/json_fwd.hpp>
+
 #include "tensormount/key_map.h"
 #include "tensormount/name_map.h"
 #include "tensormount/status.h"
@@ -59,18 +61,25 @@ struct NameRule {
 // A list of rules that gives the tensors of a checkpoint other names, and puts them together from
 // parts of stored tensors. The first rule that matches a stored key applies. Immutable.
 struct NameRules {
-  // What happens to tensors that no rule matches.
+  // What happens to tensors that no rule matches. Objects are kept with kKeep and kRefuse.
   enum class Others { kKeep, kDrop, kRefuse } others = Others::kKeep;
   std::map<std::string, SizeFormula> sizes;  // For all rules.
   std::vector<NameRule> rules;
   // Sizes that are known before the rules are applied, such as the number of heads.
   AxisSizes numbers;
-  // Where numbers that are not known are looked for, in this order: "config.NAME" is a member of
-  // the model's config.json, "common.PATH" a common value of the checkpoint.
+  // Where numbers that are not known are looked for, in this order: "config.PATH" is a member of
+  // the model's config.json, "common.PATH" a common value of the checkpoint. "PLACE if PLACE"
+  // counts only if the second place has a number that is not 0.
   std::map<std::string, std::vector<std::string>> sources;
-  // Integers and booleans in the model's config.json, by their paths.
-  AxisSizes config;
-  std::string model_type;  // Of config.json; empty: none was given.
+  // Places whose number, if they have one, must be this one: the rules are wrong for other models.
+  struct Guard {
+    std::string place;
+    std::int64_t expected = 0;
+  };
+  std::vector<Guard> guards;
+  // The model's config.json; null: none was given.
+  std::shared_ptr<const nlohmann::json> config;
+  std::string model_type;  // Of config.json.
 
   // Of a rule pack: the family of models ("qwen3") and the trainer whose layout it reads
   // ("megatron"). Empty for a user's rules.
@@ -84,13 +93,14 @@ struct NameRules {
   // The rules from the mapped names back to the stored ones, with `layers` one tensor for each
   // layer where the file allows both. What these rules drop does not come back.
   NameRules Inverse(bool layers) const;
-  // Adds to `numbers` those that `sources` gives.
+  // Adds to `numbers` those that `sources` gives. kUnsupported: a guard does not hold.
   Status FindNumbers(const CheckpointIndex& index);
 
   // Limits that bound the work for a hostile file.
   static constexpr std::size_t kMaxBytes = std::size_t{4} << 20;
-  static constexpr std::size_t kMaxRules = 4096;
+  static constexpr std::size_t kMaxRules = 1024;
   static constexpr std::size_t kMaxSides = 64;  // Of one side of a rule.
+  static constexpr std::size_t kMaxSizes = 256;
 
   // `json`: a list of rules, or an object with "version": 1 and "rules" (docs/map.schema.json).
   // kInvalidArgument names the rule, its line and the field.
@@ -100,6 +110,8 @@ struct NameRules {
   static Result<std::shared_ptr<const NameRules>> FromMap(const NameMap& map);
   // Adds the numbers and the config of `map`.
   Status AddGiven(const NameMap& map);
+  // The "model_type" of a config.json; empty if it is not that of a model.
+  static std::string ModelTypeOf(std::string_view config);
 
   // The new name of something that has a key and no cells: an object, a pattern of layer names, a
   // second name of a tied tensor, a tensor that is lost. Only rules for keys and renames without

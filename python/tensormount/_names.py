@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, TypedDict, Union
@@ -40,7 +41,7 @@ def options_of(json_text: Optional[bytes]) -> NameOptions:
     whole = json.loads(json_text)
     if "as" not in whole:
         return {"names": whole}
-    return {"as_": whole["as"], "from_": whole.get("from"), "numbers": whole["numbers"], "config": whole.get("config")}
+    return {"as_": whole["as"], "from_": whole.get("from"), "numbers": whole.get("numbers"), "config": whole.get("config")}
 
 
 def _json(
@@ -55,7 +56,7 @@ def _json(
     if names is not None and as_ is not None:
         raise InvalidArgumentError("names and as_ are two ways to give names: use one")
     if as_ is not None:
-        known: dict[str, Any] = {"as": as_, "numbers": dict(numbers or {})}
+        known: dict[str, Any] = {"as": as_, "numbers": _integers(numbers)}
         if from_ is not None:
             known["from"] = from_
         if config is not None:
@@ -67,15 +68,25 @@ def _json(
         return None
     if isinstance(names, Mapping):
         whole = dict(names)
-    elif isinstance(names, (str, bytes)) or not all(isinstance(rule, Mapping) for rule in names):
-        raise InvalidArgumentError(f"{names!r}: a list of rules was expected, each a dict, or a dict of version 1")
+        if "as" in whole:
+            raise InvalidArgumentError("names is for rules; a name of known rules is as_")
     else:
-        whole = {"version": 1, "others": "keep", "rules": [dict(rule) for rule in names]}
+        rules = [] if isinstance(names, (str, bytes)) else list(names)
+        if isinstance(names, (str, bytes)) or not all(isinstance(rule, Mapping) for rule in rules):
+            raise InvalidArgumentError(f"{names!r}: a list of rules was expected, each a dict, or a dict of version 1")
+        whole = {"version": 1, "others": "keep", "rules": [dict(rule) for rule in rules]}
     if from_ is not None or config is not None:
         raise InvalidArgumentError("from_ and config need as_")
     if numbers:
-        whole["numbers"] = {**whole.get("numbers", {}), **numbers}
+        whole["numbers"] = {**(whole.get("numbers") or {}), **_integers(numbers)}
     return json.dumps(whole).encode()
+
+
+def _integers(numbers: Optional[Mapping[str, int]]) -> dict[str, int]:
+    try:
+        return {name: operator.index(number) for name, number in (numbers or {}).items()}
+    except TypeError:
+        raise InvalidArgumentError(f"numbers={numbers!r}: each must be an integer") from None
 
 
 def _read_config(directory: Union[str, "os.PathLike[str]"]) -> Any:

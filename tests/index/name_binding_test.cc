@@ -242,6 +242,75 @@ TEST_F(NameBindingTest, RefusesWhatDoesNotCoverEveryCellOnce) {
             "w [6, 4], w2 [6, 4], w3 [6, 4]");
 }
 
+TEST_F(NameBindingTest, RefusesAnAxisThatIsAlsoInTheKey) {
+  BuildKeys({{"w.0", {3, 4}}, {"w.1", {3, 4}}, {"w.2", {3, 4}}, {"v", {6, 4}}});
+  // The side without axes has those of the other one.
+  EXPECT_NE(Shown(OneRule(R"({"from": "w.{l}", "to": "x : l a"})", "keep"))
+                .find("l is in the key and among the axes"),
+            std::string::npos);
+  EXPECT_NE(Shown(OneRule(R"({"from": "v : l a", "to": "x.{l}"})", "keep"))
+                .find("l is in the key and among the axes"),
+            std::string::npos);
+}
+
+TEST_F(NameBindingTest, BoundsTheWorkOfHostileRules) {
+  std::string key = "w";
+  std::string pattern = "w";
+  std::string axes;
+  for (int i = 0; i < 20; ++i) {
+    key += ".0";
+    pattern += ".{i" + std::to_string(i) + "}";
+    axes += " i" + std::to_string(i);
+  }
+  BuildKeys({{key, {3}}, {"a", {2, 3}}});
+  EXPECT_NE(Shown(OneRule("{\"from\": \"" + pattern + " : a\", \"to\": \"x : (" + axes + " a)\"}"))
+                .find("more than 16 captures"),
+            std::string::npos);
+  std::string sizes;
+  for (int i = 0; i < 300; ++i) {
+    sizes += (i > 0 ? ", \"" : "\"") + ("s" + std::to_string(i)) + "\": 1";
+  }
+  EXPECT_NE(Shown(OneRule(R"({"from": "a : x y", "to": "b : y x", "sizes": {)" + sizes + "}}"))
+                .find("more than 256 names"),
+            std::string::npos);
+  EXPECT_EQ(KeyPattern::Parse("a{i}0.w").status().code(), Code::kInvalidArgument);
+  // A padded size that no tensor may have.
+  const std::string huge = Shown(OneRule(R"({"from": "a : x y", "to": "b : (x + p) y",
+      "sizes": {"p": 4611686018427387904}, "unused": ["p"]})",
+                                         "keep"));
+  EXPECT_NE(huge.find("rules[0] (line 1)"), std::string::npos) << huge;
+  EXPECT_EQ(
+      Shown(OneRule(
+                R"({"from": "a : x y", "to": "b : (x (1 + p)) y", "sizes": {"p": 1125899906842623},
+      "unused": ["p"]})",
+                "keep"))
+          .find("b ["),
+      0u);
+}
+
+TEST_F(NameBindingTest, KeepsObjectsAndLayerNamesThatNoRuleMatches) {
+  BuildKeys({{"w", {2, 3}}});
+  ASSERT_OK_AND_ASSIGN(const auto mapped, Map(OneRule(R"({"key": "w", "to": "x"})")));
+  ASSERT_OK_AND_ASSIGN(const auto parts, mapped->index().ObjectParts("rng"));
+  EXPECT_EQ(parts.size(), 2u);
+}
+
+TEST_F(NameBindingTest, ALostTensorOfAStackIsAnError) {
+  BuildKeys({{"l.0.w", {3}}, {"l.1.w", {3}}});
+  ASSERT_OK_AND_ASSIGN(const NameRules rules,
+                       NameRules::FromJson(OneRule(R"({"from": "l.{l}.w : a", "to": "x : l a"})")));
+  ASSERT_OK(NameBinding::Bind(stored_->index(), rules));
+  const std::vector<std::string> lost = {"l.2.w"};
+  const Status status = NameBinding::Bind(stored_->index(), rules, lost).status();
+  EXPECT_EQ(status.code(), Code::kDataLoss) << status.message();
+  EXPECT_NE(status.message().find("needs tensor l.2.w beside l.0.w"), std::string::npos);
+  // Another layer's tensors are there without it.
+  const std::string one_layer =
+      OneRule(R"j({"from": "l.{l}.w : (a b)", "to": "m.{l} : (b a)", "sizes": {"a": 1}})j");
+  ASSERT_OK_AND_ASSIGN(const NameRules single, NameRules::FromJson(one_layer));
+  ASSERT_OK(NameBinding::Bind(stored_->index(), single, lost));
+}
+
 TEST_F(NameBindingTest, RefusesMoreTensorsThanItsLimit) {
   BuildKeys({{"empty", {std::int64_t{1} << 40, 0}}});
   EXPECT_NE(

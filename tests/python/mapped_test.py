@@ -132,6 +132,64 @@ class Mapped(support.Folder):
                 box = tuple(slice(b, b + n) for b, n in zip(part.begin, part.held))
                 self.assertTrue(same(part.data, packed(mapped[key][box])), key)
 
+    def test_recorded_structures_have_stored_keys(self):
+        w, old = numpy.arange(12, dtype="f4").reshape(3, 4), numpy.full((3, 4), 7.0, "f4")
+        tm.save({"emb": w, "head": w, "old": old, "step": 5}, "S/tied")
+        names = [{"key": "emb", "to": "saved"}, {"key": "old", "to": "emb"}]
+        with tm.open("S/tied", names=names) as checkpoint:
+            state = checkpoint.state()
+            self.assertEqual(sorted(state), ["emb", "saved", "step"])
+            self.assertTrue((state["emb"] == old).all() and (state["saved"] == w).all())
+        with self.assertRaises(tm.KeyNotFoundError):  # Not the bytes of another tensor.
+            tm.load({"head": numpy.zeros((3, 4), "f4")}, "S/tied", names=names)
+        with open("rules.json", "w") as file:
+            json.dump([{"from": "old : a b", "to": "emb : b a"}, {"key": "emb", "to": "saved"}], file)
+        support.run("export", "S/tied", "out.pt", "--to", "torch", "--map", "rules.json")
+        support.run("export", "S/tied", "out", "--to", "dcp", "--map", "rules.json")
+        for path in ("out.pt", "out"):
+            with tm.open(path) as checkpoint:
+                self.assertTrue((checkpoint["emb"][...] == old.T).all(), path)
+                self.assertTrue((checkpoint["saved"][...] == w).all(), path)
+        support.run("import", "S/tied", "S/imported", "--map", "rules.json")
+        with tm.open("S/imported") as checkpoint:
+            self.assertEqual(sorted(checkpoint.state()), ["emb", "saved", "step"])
+
+    def test_a_shorter_stack_is_not_a_success(self):
+        os.mkdir("lost")
+        for n in range(4):
+            tensors = {f"l.{n}.w": ("F32", [4], numpy.full(4, n, "f4").tobytes())}
+            support.write_safetensors(f"lost/m{n}.safetensors", tensors)
+        index = {"metadata": {}, "weight_map": {f"l.{n}.w": f"m{n}.safetensors" for n in range(4)}}
+        with open("lost/model.safetensors.index.json", "w") as file:
+            json.dump(index, file)
+        stack = [{"from": "l.{l}.w : a", "to": "x : l a"}]
+        with tm.open("lost", names=stack) as checkpoint:
+            self.assertEqual(checkpoint["x"].shape, (4, 4))
+        os.remove("lost/m3.safetensors")
+        with self.assertRaisesRegex(tm.DataLossError, "l.3.w beside l.0.w, and it is lost"):
+            tm.open("lost", names=stack)
+        # No rule names it, and it is not taken for dropped.
+        names = {"version": 1, "rules": [{"key": f"l.{n}.w", "to": f"m.{n}"} for n in range(3)]}
+        with self.assertRaises(tm.DataLossError):
+            tm.load({"m.0": numpy.zeros(4, "f4"), "l.3.w": numpy.zeros(4, "f4")}, "lost", names=names)
+
+    def test_maps_of_other_types(self):
+        w = numpy.arange(6, dtype="f4")
+        tm.save({"w": w}, "S/c")
+        with tm.open("S/c", names=(rule for rule in [{"key": "w", "to": "q"}])) as checkpoint:
+            self.assertEqual(checkpoint.keys(), ["q"])
+        reshape = [{"from": "w : (h d)", "to": "q : h d"}]
+        with tm.open("S/c", names=reshape, numbers={"h": numpy.int64(3)}) as checkpoint:
+            self.assertEqual(checkpoint["q"].shape, (3, 2))
+            extents = json.loads(checkpoint.files().read("extents/q.json"))
+            self.assertEqual(extents["put_together_from"], ["w"])
+            with self.assertRaisesRegex(tm.UnsupportedError, "puts it together from other tensors"):
+                checkpoint["q"].layout_svg()
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "must be an integer"):
+            tm.open("S/c", names=reshape, numbers={"h": 1.5})
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "as_"):
+            tm.open("S/c", names={"as": "hf"})
+
     def test_sizes_and_errors(self):
         w = numpy.arange(24, dtype="f4").reshape(6, 4)
         tm.save({"w": w, "step": 3}, "S/c")

@@ -263,6 +263,33 @@ class Packs(support.Folder):
         with self.assertRaisesRegex(tm.InvalidArgumentError, "no rule matches tensor decoder.layers.mlp.shared_experts"):
             tm.open("S/more", as_="hf", config=config("qwen3"))
 
+    def test_numbers_come_from_the_arguments_of_megatron(self):
+        model = Model(7, "qwen3")
+        args = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "group_query_attention": True,
+                "kv_channels": HEAD, "swiglu": True}
+        tm.save({**megatron(model), "args": args}, "S/c")
+        with tm.open("S/c", as_="hf", numbers={"vocab": VOCAB}) as checkpoint:
+            self.assert_same(checkpoint, model.hf)
+        # Without grouped queries Megatron's arguments have one group, which does not count.
+        args = {**args, "num_query_groups": 1, "group_query_attention": False}
+        tm.save({**megatron(model), "args": args}, "S/c", replace=True)
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "does not fit|by the keys or shapes"):
+            tm.open("S/c", as_="hf", numbers={"vocab": VOCAB})
+        tm.save({**megatron(model), "args": {**args, "swiglu": False}}, "S/c", replace=True)
+        with self.assertRaisesRegex(tm.UnsupportedError, "common.args.swiglu is 0"):
+            tm.open("S/c", as_="hf", numbers={"vocab": VOCAB})
+
+    def test_a_hostile_config_takes_little_memory(self):
+        import resource
+
+        model = Model(8, "llama")
+        tm.save(megatron(model), "S/c")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        big = {**config("llama"), "x" * 50_000: {str(n): 1 for n in range(8000)}}
+        with tm.open("S/c", as_="hf", config=big) as checkpoint:
+            self.assert_same(checkpoint, model.hf)
+        self.assertLess(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, 200_000)  # KiB
+
     def test_commands_take_packs(self):
         model = Model(6, "qwen3")
         tm.save(megatron(model), "S/c")
