@@ -13,6 +13,8 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kHuggingFace = "hf";
+// The family of a pack whose rules do not depend on the model.
+constexpr std::string_view kAnyFamily = "any";
 
 Status BadPackName(const std::string& why) {
   return Status(Code::kInvalidArgument, "name map: " + why);
@@ -80,8 +82,8 @@ Result<NameRules> ToHuggingFace(const CheckpointIndex& index, const NameMap& map
   const std::string type = NameRules::ModelTypeOf(map.config);
   for (NameRules& pack : packs) {
     const bool is_named = (map.from.empty() || pack.layout == map.from) &&
-                          (family.empty() || pack.family == family) &&
-                          (type.empty() || type == pack.family);
+                          (family.empty() || pack.family == family || pack.family == kAnyFamily) &&
+                          (type.empty() || type == pack.family || pack.family == kAnyFamily);
     if (!is_named) continue;
     const std::string misfit = MisfitOf(pack, keys);
     if (misfit.empty()) {

@@ -180,6 +180,98 @@ def olmo(model):
     return out
 
 
+class GptOss:
+    """Random weights of gpt-oss under the names of transformers (modeling_gpt_oss.py), here with square experts."""
+
+    def __init__(self, seed, square):
+        random = numpy.random.default_rng(seed)
+        self.hidden = WIDTH if square else HIDDEN
+        self.hf = {}
+
+        def w(key, *shape):
+            self.hf[key] = random.standard_normal(shape).astype("f4")
+
+        w("model.embed_tokens.weight", VOCAB, WIDTH)
+        w("model.norm.weight", WIDTH)
+        w("lm_head.weight", VOCAB, WIDTH)
+        for n in range(LAYERS):
+            at = f"model.layers.{n}."
+            for name, rows in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
+                w(at + f"self_attn.{name}_proj.weight", rows * HEAD, WIDTH)
+                w(at + f"self_attn.{name}_proj.bias", rows * HEAD)
+            w(at + "self_attn.o_proj.weight", WIDTH, HEADS * HEAD)
+            w(at + "self_attn.o_proj.bias", WIDTH)
+            w(at + "self_attn.sinks", HEADS)
+            w(at + "input_layernorm.weight", WIDTH)
+            w(at + "post_attention_layernorm.weight", WIDTH)
+            w(at + "mlp.router.weight", EXPERTS, WIDTH)
+            w(at + "mlp.router.bias", EXPERTS)
+            w(at + "mlp.experts.gate_up_proj", EXPERTS, WIDTH, 2 * self.hidden)
+            w(at + "mlp.experts.gate_up_proj_bias", EXPERTS, 2 * self.hidden)
+            w(at + "mlp.experts.down_proj", EXPERTS, self.hidden, WIDTH)
+            w(at + "mlp.experts.down_proj_bias", EXPERTS, WIDTH)
+
+    def layer(self, n, name):
+        return self.hf[f"model.layers.{n}.{name}"]
+
+    def megatron(self):
+        """Megatron-Bridge gpt_oss_bridge.py: rows 0::2 are the gate, then transposed; QKV by groups, biases too."""
+        def fused(n, kind):
+            parts, each = [], HEADS // GROUPS
+            q, k, v = (self.layer(n, f"self_attn.{p}_proj.{kind}") for p in "qkv")
+            q, k, v = (one.reshape(-1, HEAD, *one.shape[1:]) for one in (q, k, v))
+            for group in range(GROUPS):
+                parts += [q[group * each : (group + 1) * each], k[group : group + 1], v[group : group + 1]]
+            whole = numpy.concatenate(parts)
+            return whole.reshape(-1, *whole.shape[2:])
+
+        def apart(interleaved):  # On the last axis: gate before up.
+            return numpy.concatenate([interleaved[..., 0::2], interleaved[..., 1::2]], -1)
+
+        names = {
+            "self_attention.linear_qkv.layer_norm_weight": lambda n: self.layer(n, "input_layernorm.weight"),
+            "self_attention.linear_qkv.weight": lambda n: fused(n, "weight"),
+            "self_attention.linear_qkv.bias": lambda n: fused(n, "bias"),
+            "self_attention.linear_proj.weight": lambda n: self.layer(n, "self_attn.o_proj.weight"),
+            "self_attention.linear_proj.bias": lambda n: self.layer(n, "self_attn.o_proj.bias"),
+            "self_attention.core_attention.softmax_offset": lambda n: self.layer(n, "self_attn.sinks"),
+            "pre_mlp_layernorm.weight": lambda n: self.layer(n, "post_attention_layernorm.weight"),
+            "mlp.router.weight": lambda n: self.layer(n, "mlp.router.weight"),
+            "mlp.router.bias": lambda n: self.layer(n, "mlp.router.bias"),
+            "mlp.experts.experts.linear_fc1.weight":
+                lambda n: apart(self.layer(n, "mlp.experts.gate_up_proj")).swapaxes(1, 2),
+            "mlp.experts.experts.linear_fc1.bias": lambda n: apart(self.layer(n, "mlp.experts.gate_up_proj_bias")),
+            "mlp.experts.experts.linear_fc2.weight": lambda n: self.layer(n, "mlp.experts.down_proj").swapaxes(1, 2),
+            "mlp.experts.experts.linear_fc2.bias": lambda n: self.layer(n, "mlp.experts.down_proj_bias"),
+        }
+        out = {f"decoder.layers.{name}": numpy.stack([make(n) for n in range(LAYERS)]) for name, make in names.items()}
+        out["embedding.word_embeddings.weight"] = self.hf["model.embed_tokens.weight"]
+        out["output_layer.weight"] = self.hf["lm_head.weight"]
+        out["decoder.final_layernorm.weight"] = self.hf["model.norm.weight"]
+        return out
+
+    def torchtitan(self):
+        """torchtitan models/gpt_oss/moe.py: gate and up interleaved as in transformers, matrices transposed."""
+        out = {"tok_embeddings.weight": self.hf["model.embed_tokens.weight"], "norm.weight": self.hf["model.norm.weight"],
+               "lm_head.weight": self.hf["lm_head.weight"]}
+        for n in range(LAYERS):
+            at = f"layers.{n}."
+            for kind in ("weight", "bias"):
+                for p in "qkv":
+                    out[at + f"attention.qkv_linear.w{p}.{kind}"] = self.layer(n, f"self_attn.{p}_proj.{kind}")
+                out[at + f"attention.wo.{kind}"] = self.layer(n, f"self_attn.o_proj.{kind}")
+                out[at + f"moe.router.gate.{kind}"] = self.layer(n, f"mlp.router.{kind}")
+            out[at + "attention.sinks"] = self.layer(n, "self_attn.sinks")
+            out[at + "attention_norm.weight"] = self.layer(n, "input_layernorm.weight")
+            out[at + "ffn_norm.weight"] = self.layer(n, "post_attention_layernorm.weight")
+            inner = at + "moe.routed_experts.inner_experts."
+            out[inner + "mlp1_weight_EGD"] = self.layer(n, "mlp.experts.gate_up_proj").swapaxes(1, 2)
+            out[inner + "mlp1_bias_EG"] = self.layer(n, "mlp.experts.gate_up_proj_bias")
+            out[inner + "mlp2_weight_EDF"] = self.layer(n, "mlp.experts.down_proj").swapaxes(1, 2)
+            out[inner + "mlp2_bias_ED"] = self.layer(n, "mlp.experts.down_proj_bias")
+        return out
+
+
 LAYOUTS = {"megatron": ("llama", "qwen3", "qwen3_moe"), "torchtitan": ("llama", "qwen3", "qwen3_moe"),
            "olmo": ("llama", "qwen3", "olmo2")}
 MAKE = {"megatron": megatron, "torchtitan": torchtitan, "olmo": olmo}
@@ -209,6 +301,29 @@ class Packs(support.Folder):
                         named = f"hf:{family}"
                         with tm.open("S/c", as_=named, from_=layout, config=config(family)) as checkpoint:
                             self.assert_same(checkpoint, model.hf)
+
+    def test_gpt_oss(self):
+        numbers = {"padded_vocab": VOCAB}
+        for square in (False, True):
+            model = GptOss(9, square)
+            for layout, stored in (("megatron", model.megatron()), ("torchtitan", model.torchtitan())):
+                with self.subTest(layout=layout, square=square):
+                    tm.save({key: numpy.ascontiguousarray(array) for key, array in stored.items()}, "S/c", replace=True)
+                    with tm.open("S/c", as_="hf", config=config("gpt_oss")) as checkpoint:
+                        self.assert_same(checkpoint, model.hf)
+                    tm.save(model.hf, "S/hf", replace=True)
+                    with tm.open("S/hf", as_=f"{layout}:gpt_oss", config=config("gpt_oss"), numbers=numbers) as checkpoint:
+                        self.assertEqual(checkpoint.keys(), sorted(stored))
+                        for key, array in stored.items():
+                            self.assertEqual(checkpoint[key][...].tobytes(), array.tobytes(), key)
+
+    def test_models_under_fsdp_lose_their_prefix(self):
+        model = Model(10, "llama")
+        tm.save({f"model.{key}": array for key, array in model.hf.items()}, "S/c")
+        with tm.open("S/c", as_="hf") as checkpoint:
+            self.assert_same(checkpoint, model.hf)
+        with tm.open("S/c", as_="hf:llama", config=config("llama")) as checkpoint:
+            self.assert_same(checkpoint, model.hf)
 
     def test_one_tensor_for_each_layer_of_megatron(self):
         for family in LAYOUTS["megatron"]:
