@@ -8,7 +8,6 @@ are therefore examined together, leaves that are alike are described once, and u
 from __future__ import annotations
 
 import array
-import collections
 import itertools
 import math
 import operator
@@ -20,6 +19,7 @@ from ._leaves.base import ArrayKind, Facts
 from ._leaves.dtensors import world_size_of_torch
 from ._leaves.parts import describe_part
 from ._leaves.registry import describe, families, kind_of
+from ._recent import Recent
 from ._shards import LOAD, SAVE, Shard, check_destinations, pack, packed_keys, span_of
 
 
@@ -271,11 +271,10 @@ class Layout:
 
 
 class LayoutCache:
-    """The last layouts, by purpose, world size and keys. Not thread-safe."""
+    """The last layouts, by purpose, world size and keys. Threads may share it, as `Recent`."""
 
     def __init__(self, capacity: int = 8) -> None:
-        self._capacity = capacity
-        self._layouts: collections.OrderedDict[Any, Layout] = collections.OrderedDict()
+        self._layouts: Recent[Layout] = Recent(capacity)
 
     def get(
         self,
@@ -293,14 +292,11 @@ class LayoutCache:
         if layout is not None:
             found = layout.addresses(rows)
             if found is not None:
-                self._layouts.move_to_end(name)
+                self._layouts.keep(name, layout)
                 return layout, array.array("Q", found), True
         layout = Layout(rows, purpose, world_size)
         found = layout.first
         if not layout.owners:
             layout.drop_addresses()
-            self._layouts[name] = layout
-            self._layouts.move_to_end(name)
-            while len(self._layouts) > self._capacity:
-                self._layouts.popitem(last=False)
+            self._layouts.keep(name, layout)
         return layout, array.array("Q", found), False

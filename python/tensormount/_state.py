@@ -42,13 +42,12 @@ class State:
     ) -> bool:
         """Adds tensors, or copies of them, and keeps them in `held`. Returns whether their layout was known."""
         layout, addresses, known = cache.get(items, purpose, world_size)
-        if layout.handle is None:
-            layout.handle = _layout(layout.keys, layout.words, layout.count)
+        handle = layout.handle  # Another thread may replace the layout's.
+        if handle is None:
+            handle = layout.handle = _layout(layout.keys, layout.words, layout.count)
         pointer, count = addresses.buffer_info()
-        self.check(
-            self._lib.tm_state_add_layout(self.address, layout.handle.address, pointer, count)
-        )
-        self.held += [addresses, layout, items]
+        self.check(self._lib.tm_state_add_layout(self.address, handle.address, pointer, count))
+        self.held += [addresses, layout, handle, items]
         if purpose == _shards.LOAD:
             # Keeps the storages alive, too, because `tensor.data = ...` replaces a tensor's memory, to which the
             # library still writes.

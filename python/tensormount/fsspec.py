@@ -12,8 +12,6 @@ the protocol by itself; otherwise call `register()`.
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from typing import Any, NamedTuple, Optional
 
 import fsspec
@@ -21,6 +19,7 @@ from fsspec.spec import AbstractFileSystem
 
 from tensormount._checkpoint import open as open_checkpoint
 from tensormount._files import Files
+from tensormount._recent import Recent
 from tensormount._store import Store
 from tensormount.errors import CheckpointNotFoundError, NotFoundError, UnsupportedError
 
@@ -63,8 +62,7 @@ class TensormountFileSystem(AbstractFileSystem):
         super().__init__(**options)
         self._how = (key_map, hf_part_size, hf_rules)
         self._roots = tuple(roots)
-        self._lock = threading.Lock()
-        self._opened: OrderedDict[str, _Opened] = OrderedDict()
+        self._opened: Recent[_Opened] = Recent(_KEPT)
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -161,11 +159,10 @@ class TensormountFileSystem(AbstractFileSystem):
     def _files(self, checkpoint: str) -> Files:
         """The files of a checkpoint, opened again if another one has taken its name."""
         stamp = _stamp(checkpoint)
-        with self._lock:
-            found = self._opened.get(checkpoint)
-            if found is not None and found.stamp == stamp:
-                self._opened.move_to_end(checkpoint)
-                return found.files
+        found = self._opened.get(checkpoint)
+        if found is not None and found.stamp == stamp:
+            self._opened.keep(checkpoint, found)
+            return found.files
         try:
             with open_checkpoint(checkpoint, roots=self._roots) as opened:
                 files = opened.files(*self._how)
@@ -174,11 +171,7 @@ class TensormountFileSystem(AbstractFileSystem):
         except UnsupportedError as error:
             # Usually a directory without a checkpoint, below which a program looks for a file.
             raise FileNotFoundError(str(error)) from error
-        with self._lock:
-            self._opened[checkpoint] = _Opened(stamp, files)
-            self._opened.move_to_end(checkpoint)
-            while len(self._opened) > _KEPT:
-                self._opened.popitem(last=False)
+        self._opened.keep(checkpoint, _Opened(stamp, files))
         return files
 
 

@@ -6,6 +6,7 @@
 """
 
 import ctypes
+import gc
 import itertools
 import types
 import unittest
@@ -797,7 +798,6 @@ class Layouts(unittest.TestCase):
             cache.get({"a": torch._neg_view(torch.ones(4))})
 
     def test_cache_keeps_no_leaf_alive(self):
-        import gc
         import weakref
 
         import numpy as np
@@ -840,6 +840,24 @@ class Layouts(unittest.TestCase):
             cache.get({name: np.ones(1)})
         self.assertTrue(cache.get({"c": np.ones(1)})[2])
         self.assertFalse(cache.get({"a": np.ones(1)})[2])
+
+    def test_finalizers_of_replaced_layouts_may_use_the_cache(self):
+        import numpy as np
+
+        class Freed:
+            def __del__(self):
+                for name in "wxyz":
+                    cache.get({name: np.ones(1)})
+
+        cache = Cache(capacity=2)
+        cache.get({"a": np.ones(1)})[0].handle = Freed()
+        gc.collect()
+        cache.get({"a": np.ones(2)})  # Other shapes: frees the first layout.
+        gc.collect()
+        for name in "bcde":
+            cache.get({name: np.ones(1)})
+        self.assertTrue(cache.get({"e": np.ones(1)})[2])
+        self.assertEqual(len(cache._layouts.values()), 2)
 
 
 if __name__ == "__main__":
