@@ -30,6 +30,9 @@ std::string SideText(const NameRule::Side& side) {
 struct RuleUse {
   std::uint64_t stored = 0;   // Stored tensors that it took.
   std::uint64_t tensors = 0;  // Tensors that it made.
+  // Cells of these stored tensors, and how many of them the tensors that it made have.
+  std::int64_t stored_cells = 0;
+  std::int64_t shown_cells = 0;
 };
 
 // A mapped tensor, and the stored tensors from which it comes.
@@ -53,11 +56,15 @@ class MapCheck {
         mapped_.stored_index().ForEachTensor(0, [&](const TensorEntry& entry) {
           const std::string& key = entry.meta.key();
           const std::optional<std::size_t> rule = rules_.RuleFor(key);
-          if (rule) ++uses_[*rule].stored;
+          if (rule) {
+            ++uses_[*rule].stored;
+            uses_[*rule].stored_cells += *CheckedProduct(entry.meta.shape());
+          }
           const bool dropped = !rules_.Splits(key) && rules_.NameOf(key).empty();
           if (dropped) dropped_.push_back(key);
           return true;
         }));
+    dropped_tensors_ = dropped_.size();
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects,
                                  mapped_.stored_index().Objects());
     for (const ObjectRecord& object : objects) {
@@ -69,7 +76,11 @@ class MapCheck {
       Result<MappedText> text = TextOf(entry);
       failure = text.status();
       if (!failure.ok()) return false;
-      if (text.value().rule) ++uses_[*text.value().rule].tensors;
+      if (text.value().rule) {
+        RuleUse& use = uses_[*text.value().rule];
+        ++use.tensors;
+        use.shown_cells += CellsOf(entry);
+      }
       if (text.value().zeros) padded_.push_back(entry.meta.key());
       tensors_.push_back(std::move(text).value());
       return true;
@@ -93,18 +104,49 @@ class MapCheck {
       terminal.Line(fmt::format("filled with zeros in part: {}", key));
     }
     for (std::size_t r = 0; r < uses_.size(); ++r) {
+      if (!LeavesOut(r)) continue;
+      terminal.Line(fmt::format("left out: {} of {} cells of {} ({}, \"unused\")",
+                                uses_[r].stored_cells - uses_[r].shown_cells, uses_[r].stored_cells,
+                                rules_.rules[r].from[0].key.text(), rules_.rules[r].position));
+    }
+    for (std::size_t r = 0; r < uses_.size(); ++r) {
       if (uses_[r].stored == 0 && uses_[r].tensors == 0) {
         terminal.Line(fmt::format("not used: {}", rules_.rules[r].position));
       }
     }
     if (terminal.quiet) return;
-    terminal.Line(fmt::format("{} from {}; {} dropped; every cell of the others is used once",
-                              Counted(tensors_.size(), "tensor"),
-                              Counted(mapped_.stored_index().tensor_count(), "stored tensor"),
-                              dropped_.size()));
+    bool leaves_out = false;
+    for (std::size_t r = 0; r < uses_.size(); ++r) leaves_out = leaves_out || LeavesOut(r);
+    terminal.Line(fmt::format(
+        "{} from {}; {} dropped; every cell of the others{} is used once",
+        Counted(tensors_.size(), "tensor"),
+        Counted(mapped_.stored_index().tensor_count() - dropped_tensors_, "stored tensor"),
+        dropped_.size(), leaves_out ? " that is not left out" : ""));
   }
 
  private:
+  // Whether the rule leaves out cells of its stored tensors.
+  bool LeavesOut(std::size_t r) const {
+    return rules_.rules[r].kind == NameRule::Kind::kAxes &&
+           uses_[r].shown_cells < uses_[r].stored_cells;
+  }
+
+  // Cells of a mapped tensor that come from a stored one.
+  std::int64_t CellsOf(const TensorEntry& entry) const {
+    if (binding_.WholeSource(entry.ordinal)) return *CheckedProduct(entry.meta.shape());
+    std::int64_t cells = 0;
+    for (const CellTerm& term : binding_.At(entry.ordinal).terms) {
+      if (!term.from) continue;
+      std::int64_t here = 1;
+      for (int name = 0; name < term.extents.rank(); ++name) {
+        const bool in_key = std::ranges::find(term.to.in_key, name) != term.to.in_key.end();
+        if (!in_key) here *= term.extents[name];
+      }
+      cells += here;
+    }
+    return cells;
+  }
+
   Result<MappedText> TextOf(const TensorEntry& entry) const {
     MappedText text{.entry = entry, .rule = binding_.RuleOf(entry.ordinal), .from = {}};
     if (binding_.WholeSource(entry.ordinal)) {
@@ -132,9 +174,11 @@ class MapCheck {
     OrderedJson json = {{"event", "map"}};
     json["rules"] = OrderedJson::array();
     for (std::size_t r = 0; r < uses_.size(); ++r) {
-      json["rules"].push_back({{"position", rules_.rules[r].position},
-                               {"stored", uses_[r].stored},
-                               {"tensors", uses_[r].tensors}});
+      json["rules"].push_back(
+          {{"position", rules_.rules[r].position},
+           {"stored", uses_[r].stored},
+           {"cells_left_out", LeavesOut(r) ? uses_[r].stored_cells - uses_[r].shown_cells : 0},
+           {"tensors", uses_[r].tensors}});
     }
     json["tensors"] = OrderedJson::array();
     for (const MappedText& tensor : tensors_) {
@@ -156,6 +200,7 @@ class MapCheck {
   std::vector<RuleUse> uses_;  // By rule.
   std::vector<MappedText> tensors_;
   std::vector<std::string> dropped_;
+  std::uint64_t dropped_tensors_ = 0;
   std::vector<std::string> padded_;
 };
 
@@ -170,6 +215,9 @@ int RunMap(const MapArgs& args, Terminal& terminal) {
   }
   const auto names = ReadNameMap(given);
   if (!names.ok()) return terminal.Fail(names.status());
+  if (const auto beside = ReadFilesBeside(given); !beside.ok()) {
+    return terminal.Fail(beside.status());
+  }
   const auto stored = OpenSource(args.source, terminal);
   if (!stored.ok()) return terminal.Fail(stored.status());
   const auto source = ApplyNames(stored.value(), names.value());

@@ -161,7 +161,9 @@ Result<NameMap> ReadNameMap(const NameMapArgs& args) {
     if (parsed.ec != std::errc() || parsed.ptr != end) {
       return Status(Code::kInvalidArgument, fmt::format("--set {}: must be NAME=NUMBER", text));
     }
-    map.numbers[text.substr(0, equals)] = number;
+    if (!map.numbers.emplace(text.substr(0, equals), number).second) {
+      return Status(Code::kInvalidArgument, fmt::format("--set {}: given twice", text));
+    }
   }
   if (!args.rules.empty() && !args.as.empty()) {
     return Status(Code::kInvalidArgument, "--map and --as are two ways to give names: use one");
@@ -177,8 +179,7 @@ Result<NameMap> ReadNameMap(const NameMapArgs& args) {
   map.from = args.from;
   if (!args.with.empty()) {
     constexpr std::uint64_t kMaxBytes = 1 << 20;
-    const Result<std::string> config =
-        ReadNamedFile(JoinPath(args.with, "config.json"), kMaxBytes);
+    const Result<std::string> config = ReadNamedFile(JoinPath(args.with, "config.json"), kMaxBytes);
     // Numbers may come from elsewhere.
     if (config.ok()) map.config = config.value();
     if (config.status().code() != Code::kNotFound) TENSORMOUNT_RETURN_IF_ERROR(config.status());

@@ -64,19 +64,59 @@ std::string MisfitOf(const NameRules& pack, const std::vector<std::string>& keys
   return {};
 }
 
-Result<std::vector<std::string>> KeysOf(const CheckpointIndex& index) {
+// The keys of the stored and the lost tensors. A family may be told by tensors that are lost.
+Result<std::vector<std::string>> KeysOf(const OpenedCheckpoint& source) {
   std::vector<std::string> keys;
-  TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
+  TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& entry) {
     keys.push_back(entry.meta.key());
     return true;
   }));
+  for (const ForeignLoss& loss : source.lost()) {
+    keys.insert(keys.end(), loss.tensors.begin(), loss.tensors.end());
+  }
   return keys;
 }
 
+// The first loss of which nobody knows the keys; null if there is none.
+const ForeignLoss* UnknownLoss(const OpenedCheckpoint& source) {
+  for (const ForeignLoss& loss : source.lost()) {
+    if (loss.tensors.empty() && loss.objects.empty()) return &loss;
+  }
+  return nullptr;
+}
+
+// Why no pack fits, beyond what single packs say.
+std::string OtherReasons(const std::string& family, const std::string& type,
+                         const std::vector<NameRules>& packs,
+                         const std::vector<std::string>& keys) {
+  std::string text;
+  const auto knows = [&](const std::string& name) {
+    return std::ranges::any_of(packs, [&](const NameRules& pack) { return pack.family == name; });
+  };
+  if (!family.empty() && !knows(family)) text += "; there are no rules for family " + family;
+  if (!type.empty() && !knows(type)) {
+    text += "; the model_type of its config.json is " + type + ", for which there are no rules";
+  } else if (!type.empty() && !family.empty() && type != family) {
+    text += "; the model_type of its config.json is " + type;
+  }
+  const bool is_hugging_face = std::ranges::any_of(keys, [](const std::string& key) {
+    return key == "model.embed_tokens.weight" || key == "transformer.wte.weight";
+  });
+  if (is_hugging_face) text += "; its names are those of Hugging Face already";
+  return text;
+}
+
 // From a trainer's layout to Hugging Face names.
-Result<NameRules> ToHuggingFace(const CheckpointIndex& index, const NameMap& map,
+Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& map,
                                 const std::string& family, std::vector<NameRules> packs) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys, KeysOf(index));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys, KeysOf(source));
+  const ForeignLoss* const unknown = UnknownLoss(source);
+  if (unknown != nullptr && (map.from.empty() || family.empty())) {
+    return Status(Code::kDataLoss,
+                  "name map: names of tensors are lost, so the rules cannot be chosen by them (" +
+                      unknown->ToString() + "): name family and layout, as in --as " +
+                      std::string(kHuggingFace) + ":llama --from megatron");
+  }
   std::vector<const NameRules*> fitting;
   std::string misfits;
   const std::string type = NameRules::ModelTypeOf(map.config);
@@ -101,8 +141,9 @@ Result<NameRules> ToHuggingFace(const CheckpointIndex& index, const NameMap& map
     TENSORMOUNT_RETURN_IF_ERROR(NameRules().AddGiven(map));  // Says what is wrong with it.
   }
   if (fitting.empty()) {
-    return Status(Code::kNotFound, "name map: the checkpoint fits none of the known rules" +
-                                       misfits + "; write rules yourself (docs/mapping.md)");
+    return BadPackName("the checkpoint fits none of the known rules" + misfits +
+                       OtherReasons(family, type, packs, keys) +
+                       "; or write rules yourself (docs/mapping.md)");
   }
   return BadPackName("the keys fit several layouts (" + Listed(fitting) +
                      "): name the family, as in " + std::string(kHuggingFace) + ":" +
@@ -123,6 +164,10 @@ Result<NameRules> FromHuggingFace(const NameMap& map, const std::string& layout,
   for (NameRules& pack : packs) {
     all.push_back(&pack);
     if (pack.layout != name || pack.family != family) continue;
+    const std::string type = NameRules::ModelTypeOf(map.config);
+    if (!type.empty() && type != family && family != kAnyFamily) {
+      return BadPackName("the model_type of its config.json is " + type + ", and not " + family);
+    }
     TENSORMOUNT_RETURN_IF_ERROR(pack.AddGiven(map));
     return pack.Inverse(layers);
   }
@@ -148,9 +193,7 @@ std::string ModelConfigOf(const OpenedCheckpoint& source) {
   return NameRules::ModelTypeOf(text).empty() ? std::string() : text;
 }
 
-}  // namespace
-
-Result<std::shared_ptr<const NameRules>> ChooseRules(const CheckpointIndex& index,
+Result<std::shared_ptr<const NameRules>> ChooseRules(const OpenedCheckpoint& source,
                                                      const NameMap& map) {
   if (map.as.empty()) return NameRules::FromMap(map);
   if (!map.rules.empty()) return BadPackName("rules and a name of known rules are given: give one");
@@ -158,10 +201,12 @@ Result<std::shared_ptr<const NameRules>> ChooseRules(const CheckpointIndex& inde
   const auto [layout, family] = LayoutAndFamily(map.as);
   TENSORMOUNT_ASSIGN_OR_RETURN(NameRules rules,
                                layout == kHuggingFace
-                                   ? ToHuggingFace(index, map, family, std::move(packs))
+                                   ? ToHuggingFace(source, map, family, std::move(packs))
                                    : FromHuggingFace(map, layout, family, std::move(packs)));
   return std::make_shared<const NameRules>(std::move(rules));
 }
+
+}  // namespace
 
 Result<std::shared_ptr<const OpenedCheckpoint>> ApplyNames(
     std::shared_ptr<const OpenedCheckpoint> source, const NameMap& map) {
@@ -169,7 +214,7 @@ Result<std::shared_ptr<const OpenedCheckpoint>> ApplyNames(
   NameMap given = map;
   if (!given.as.empty() && given.config.empty()) given.config = ModelConfigOf(*source);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const NameRules> rules,
-                               ChooseRules(source->index(), given));
+                               ChooseRules(*source, given));
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<OpenedCheckpoint> mapped,
                                OpenedCheckpoint::Mapped(std::move(source), *rules));
   return std::shared_ptr<const OpenedCheckpoint>(std::move(mapped));

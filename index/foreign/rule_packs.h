@@ -25,15 +25,10 @@ struct RulePack {
 // All packs, in the order of their names.
 std::span<const RulePack> RulePacks();
 
-// The rules of a name map for one checkpoint: those of NameMap::rules, or the pack that
-// NameMap::as names and the checkpoint's keys fit. kInvalidArgument: an unknown name, or several
-// packs fit (the message names them); kNotFound: no pack fits; kUnsupported: the pack of a name has
-// no way back. Null if `map` is empty.
-Result<std::shared_ptr<const NameRules>> ChooseRules(const CheckpointIndex& index,
-                                                     const NameMap& map);
-
-// The checkpoint as a name map shows it; `source` itself if `map` is empty. Errors are those of
-// ChooseRules and OpenedCheckpoint::Mapped.
+// The checkpoint as a name map shows it, by NameMap::rules or by the pack that NameMap::as names
+// and the checkpoint's keys fit, lost ones included; `source` itself if `map` is empty.
+// kInvalidArgument: an unknown name, no pack fits, or several do (the message names them).
+// kDataLoss: the keys that choose a pack may be lost. Also the errors of OpenedCheckpoint::Mapped.
 Result<std::shared_ptr<const OpenedCheckpoint>> ApplyNames(
     std::shared_ptr<const OpenedCheckpoint> source, const NameMap& map);
 

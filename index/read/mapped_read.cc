@@ -118,6 +118,10 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Mapped(
                   binding.status().message() +
                       "; data of the checkpoint are lost: " + source->lost_.front().ToString());
   }
+  // The checkpoint exists, so a caller must not take the error for its absence.
+  if (binding.status().code() == Code::kNotFound) {
+    return Status(Code::kInvalidArgument, binding.status().message());
+  }
   TENSORMOUNT_RETURN_IF_ERROR(binding.status());
   opened->binding_ = std::move(binding).value();
   TENSORMOUNT_ASSIGN_OR_RETURN(

@@ -123,6 +123,7 @@ class Binder {
       }
     }
     TENSORMOUNT_RETURN_IF_ERROR(SortTargets());
+    if (lost_.empty()) TENSORMOUNT_RETURN_IF_ERROR(CheckComplete());
     TENSORMOUNT_RETURN_IF_ERROR(NameObjects());
     TENSORMOUNT_RETURN_IF_ERROR(NameLayers());
     // Spans into vectors that no longer move.
@@ -185,9 +186,10 @@ class Binder {
 
   // Fails if a lost tensor belongs to an application of a rule that has other tensors: a stack
   // would silently be shorter.
-  Status CheckLost() const {
+  Status CheckLost() {
     for (const std::string& key : lost_) {
       const std::optional<std::size_t> r = rules_.RuleFor(key);
+      if (r) lost_rules_.insert(*r);
       if (!r || !rules_.Splits(key)) continue;
       const NameRule& rule = rules_.rules[*r];
       for (const NameRule::Side& side : rule.from) {
@@ -325,7 +327,7 @@ class Binder {
     const bool other_form = rule.second_form && used_[r - 1];
     const bool second_follows = r + 1 < rules_.rules.size() && rules_.rules[r + 1].second_form;
     used_[r] = !matches_[r].empty();
-    if (!used_[r] && !rule.optional && !other_form && !second_follows) {
+    if (!used_[r] && !rule.optional && !other_form && !second_follows && !lost_rules_.contains(r)) {
       return Status(Code::kNotFound, "name map: " + rule.position + " needs " +
                                          rule.from[0].key.text() +
                                          ", which is not stored; \"optional\": true allows that");
@@ -344,7 +346,9 @@ class Binder {
                                          rule.from[s].key.text() + " beside " + matches.first_key +
                                          ", which is not stored");
     }
+    for (const NameRule::Side& side : rule.from) patterns_.try_emplace(side.key.text());
     if (!rule.from[0].axes) {  // A rename with captures.
+      Count(rule, rule.to[0], matches.captures, Dims());
       return AddWhole(SideKey(rule, rule.to[0], matches.captures, Dims()),
                       matches.sources[0][0].ordinal, matches.first_key, NumberOf(rule));
     }
@@ -394,7 +398,7 @@ class Binder {
         if (names.contains(name) || all == &rule.sizes) formulas[name] = &formula;
       }
     }
-    std::string unknown;  // A number that a formula needs.
+    std::string unknown;  // A number that a formula needs; one with places, if there is one.
     std::size_t before = SIZE_MAX;
     while (sizes.size() != before) {
       before = sizes.size();
@@ -404,7 +408,8 @@ class Binder {
       for (const auto& [name, formula] : formulas) {
         const Result<std::int64_t> value = formula->Evaluate(known);
         if (value.status().code() == Code::kNotFound) {
-          unknown = value.status().message();
+          const std::string needed = value.status().message();
+          if (unknown.empty() || rules_.sources.contains(needed)) unknown = needed;
           continue;
         }
         if (!value.ok())
@@ -420,6 +425,10 @@ class Binder {
     }
     for (const std::string& name : names) {
       if (sizes.contains(name)) continue;
+      const auto missing = std::ranges::find_if(names, [&](const std::string& other) {
+        return !sizes.contains(other) && rules_.sources.contains(other);
+      });
+      if (missing != names.end()) return UnknownNumber(rule, *missing);
       if (!unknown.empty()) return UnknownNumber(rule, unknown);
       return BadMapRule(rule,
                         "the size of " + name +
@@ -429,6 +438,74 @@ class Binder {
     }
     // Numbers and formulas may name other things than this rule's axes.
     std::erase_if(sizes, [&](const auto& size) { return !names.contains(size.first); });
+    for (const auto& [name, number] : rules_.counts) {
+      const auto size = sizes.find(name);
+      if (size != sizes.end()) {
+        TENSORMOUNT_RETURN_IF_ERROR(CheckCount(name, size->second, matches.first_key));
+      }
+    }
+    return Status();
+  }
+
+  // NameRules::counts: all have as many, and as many as the number says.
+  Status CheckCount(const std::string& name, std::int64_t count, const std::string& where) {
+    const auto& number = rules_.counts.find(name)->second;
+    const auto known = rules_.numbers.find(number);
+    if (known != rules_.numbers.end() && known->second != count) {
+      return BadMap(where + " has " + std::to_string(count) + " " + number + ", and " + number +
+                    " is " + std::to_string(known->second) +
+                    " by the configuration or a number that was given");
+    }
+    const auto [first, fresh] = counts_.try_emplace(name, count, where);
+    if (fresh || first->second.first == count) return Status();
+    return BadMap(where + " has " + std::to_string(count) + " " + number + ", and " +
+                  first->second.second + " has " + std::to_string(first->second.first));
+  }
+
+  // Counts a mapped tensor for CheckComplete.
+  void Count(const NameRule& rule, const NameRule::Side& side,
+             const std::map<std::string, std::string, std::less<>>& captures, const Dims& indices) {
+    Pattern& pattern = patterns_[side.key.text()];
+    int next = 0;
+    for (const KeyPattern::Capture& capture : side.key.captures()) {
+      const bool grouped = rule.group.contains(capture.name);
+      const std::optional<std::int64_t> index =
+          grouped ? KeyPattern::IndexOf(captures.find(capture.name)->second)
+                  : std::optional(indices[next]);
+      if (!grouped) ++next;
+      if (!index || !rules_.counts.contains(capture.name)) {
+        pattern.counted = false;
+      } else {
+        std::int64_t& size = pattern.sizes[capture.name];
+        size = std::max(size, *index + 1);
+      }
+    }
+    ++pattern.tensors;
+  }
+
+  // NameRules::counts and NameRules::needs.
+  Status CheckComplete() {
+    for (const auto& [text, pattern] : patterns_) {
+      if (!pattern.counted || pattern.sizes.empty()) continue;
+      std::uint64_t all = 1;
+      for (const auto& [name, size] : pattern.sizes) {
+        TENSORMOUNT_RETURN_IF_ERROR(CheckCount(name, size, text));
+        all = std::min<std::uint64_t>(all * static_cast<std::uint64_t>(size), UINT32_MAX);
+      }
+      if (all != pattern.tensors) {
+        return BadMap(std::to_string(pattern.tensors) + " tensors would be called " + text +
+                      ", but their indices need " + std::to_string(all) + ": one is not stored");
+      }
+    }
+    for (const std::vector<std::string>& forms : rules_.needs) {
+      if (std::ranges::any_of(forms, [&](const auto& form) { return patterns_.contains(form); })) {
+        continue;
+      }
+      std::string text;
+      for (const std::string& form : forms) text += (text.empty() ? "" : " or ") + form;
+      return Status(Code::kNotFound,
+                    "name map: no stored tensor belongs to " + text + ", which the model needs");
+    }
     return Status();
   }
 
@@ -597,6 +674,7 @@ class Binder {
         NameBinding::Target made;
         made.rule = NumberOf(rule);
         made.key = SideKey(rule, rule.to[t], matches.captures, IndicesAt(target.key_sizes, i));
+        Count(rule, rule.to[t], matches.captures, IndicesAt(target.key_sizes, i));
         if (target.whole) {
           made.index = matches.sources[*target.whole][0].ordinal;
         } else {
@@ -717,6 +795,16 @@ class Binder {
   std::size_t terms_ = 0;  // Of all sized rules, on both sides.
   std::size_t keys_bytes_ = 0;
   std::uint64_t compared_ = 0;
+  std::set<std::size_t> lost_rules_;  // Rules to which lost tensors belong.
+  // A key pattern of rules that were used. `counted`: all its captures are in NameRules::counts.
+  struct Pattern {
+    std::uint64_t tensors = 0;
+    std::map<std::string, std::int64_t> sizes;  // By capture.
+    bool counted = true;
+  };
+  std::map<std::string, Pattern> patterns_;  // By text.
+  // By name: how many indices there are, and which tensor says so.
+  std::map<std::string, std::pair<std::int64_t, std::string>> counts_;
   std::unordered_set<std::string> known_;  // Keys of targets, if an optional alias asked for them.
 };
 

@@ -431,6 +431,19 @@ Result<NameRules> NameRules::FromJson(std::string_view json) {
         }
         rules.guards.push_back({place, expected.get<std::int64_t>()});
       }
+    } else if (name == "counts") {
+      if (!value.is_object()) return BadNameMap("\"counts\" must be an object");
+      for (const auto& [index, number] : value.items()) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(rules.counts[index], StringOf(number, name));
+      }
+    } else if (name == "needs") {
+      if (!value.is_array()) return BadNameMap("\"needs\" must be a list");
+      for (const Json& forms : value) {
+        rules.needs.emplace_back();
+        for (const Json& form : forms.is_array() ? forms : Json::array({forms})) {
+          TENSORMOUNT_ASSIGN_OR_RETURN(rules.needs.back().emplace_back(), StringOf(form, name));
+        }
+      }
     } else if (name == "family" || name == "layout") {
       TENSORMOUNT_ASSIGN_OR_RETURN((name == "family" ? rules.family : rules.layout),
                                    StringOf(value, name));
@@ -509,10 +522,39 @@ Result<std::shared_ptr<const NameRules>> NameRules::FromMap(const NameMap& map) 
   return std::make_shared<const NameRules>(std::move(rules));
 }
 
+std::set<std::string> NameRules::NamesOfNumbers() const {
+  std::set<std::string> names;
+  const auto add_formulas = [&](const std::map<std::string, SizeFormula>& formulas) {
+    for (const auto& [name, formula] : formulas) {
+      names.insert(name);
+      names.merge(formula.Names());
+    }
+  };
+  for (const auto& [name, number] : numbers) names.insert(name);
+  for (const auto& [name, places] : sources) names.insert(name);
+  add_formulas(sizes);
+  for (const NameRule& rule : rules) {
+    add_formulas(rule.sizes);
+    for (const auto& [name, value] : rule.when) names.insert(name);
+    for (const auto* sides : {&rule.from, &rule.to}) {
+      for (const NameRule::Side& side : *sides) {
+        if (side.axes) names.insert(side.axes->names().begin(), side.axes->names().end());
+      }
+    }
+  }
+  return names;
+}
+
 Status NameRules::AddGiven(const NameMap& map) {
+  const std::set<std::string> known = NamesOfNumbers();
   for (const auto& [name, value] : map.numbers) {
     if (!AxisNames::IsName(name)) return BadNameMap("\"" + name + "\" is not the name of a number");
     if (value < 0) return BadNameMap("number " + name + " is negative");
+    if (!known.contains(name)) {
+      std::string all;
+      for (const std::string& other : known) all += (all.empty() ? "" : ", ") + other;
+      return BadNameMap("no rule uses the number " + name + "; known are: " + all);
+    }
     numbers[name] = value;  // Instead of the file's.
   }
   if (!map.config.empty()) {

@@ -85,6 +85,11 @@ struct NameRules {
   // ("megatron"). Empty for a user's rules.
   std::string family;
   std::string layout;
+  // Names of indices, such as that of layers, and the numbers that say how many there are. Each key
+  // pattern with such a name has all its indices, from 0, or no tensor, and all rules have as many.
+  std::map<std::string, std::string> counts;
+  // Key patterns as rules have them, on either side: of each list one must have tensors.
+  std::vector<std::vector<std::string>> needs;
   // A checkpoint has the layout if some key matches each pattern of `detect` and no key matches one
   // of `absent`. Several patterns in a row are forms of one, of which any may match.
   std::vector<std::vector<KeyPattern>> detect;
@@ -102,13 +107,13 @@ struct NameRules {
   static constexpr std::size_t kMaxSides = 64;  // Of one side of a rule.
   static constexpr std::size_t kMaxSizes = 256;
 
-  // `json`: a list of rules, or an object with "version": 1 and "rules" (docs/map.schema.json).
+  // `json`: a list of rules, or an object with "version": 1 and "rules" (docs/mapping.md).
   // kInvalidArgument names the rule, its line and the field.
   static Result<NameRules> FromJson(std::string_view json);
   // The rules and numbers of `map`; null if it is empty. kInvalidArgument: also a `config` that is
   // not JSON, or has no "model_type" (OLMo-core writes another file of that name).
   static Result<std::shared_ptr<const NameRules>> FromMap(const NameMap& map);
-  // Adds the numbers and the config of `map`.
+  // Adds the numbers and the config of `map`. kInvalidArgument: also a number that no rule uses.
   Status AddGiven(const NameMap& map);
   // The "model_type" of a config.json; empty if it is not that of a model.
   static std::string ModelTypeOf(std::string_view config);
@@ -122,6 +127,10 @@ struct NameRules {
   // The position in `rules` of the rule that takes the stored tensor `key`; nullopt if none does.
   // Rules whose "when" does not hold for `numbers` are skipped.
   std::optional<std::size_t> RuleFor(std::string_view key) const;
+
+ private:
+  // The names that `--set` may give a number.
+  std::set<std::string> NamesOfNumbers() const;
 };
 
 }  // namespace tensormount

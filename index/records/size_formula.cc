@@ -130,4 +130,18 @@ Result<std::int64_t> SizeFormula::Evaluate(const AxisSizes& numbers) const {
   return Evaluation(text_, &numbers).Run();
 }
 
+std::set<std::string> SizeFormula::Names() const {
+  std::set<std::string> names;
+  std::string word;
+  for (const char c : text_ + " ") {
+    if (AxisNames::IsName("_" + std::string(1, c))) {
+      word += c;
+      continue;
+    }
+    if (AxisNames::IsName(word)) names.insert(word);
+    word.clear();
+  }
+  return names;
+}
+
 }  // namespace tensormount

@@ -3,6 +3,7 @@
 #define TENSORMOUNT_INDEX_RECORDS_SIZE_FORMULA_H_
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <string_view>
 
@@ -23,6 +24,8 @@ class SizeFormula {
   // message is only the name.
   Result<std::int64_t> Evaluate(const AxisSizes& numbers) const;
   const std::string& text() const { return text_; }
+  // The names in it.
+  std::set<std::string> Names() const;
 
  private:
   std::string text_;
