@@ -36,6 +36,7 @@ std::string Matched(const std::string& pattern, const std::string& key) {
 
 TEST(KeyPattern, MatchesIndicesAndText) {
   EXPECT_EQ(Matched("a.{l}.w", "a.12.w"), "12|");
+  EXPECT_EQ(Matched("a.{l}.w", "a.90.w"), "90|");
   EXPECT_EQ(Matched("a.{l}.w", "a.012.w"), "no");
   EXPECT_EQ(Matched("a.{l}.w", "a.x.w"), "no");
   EXPECT_EQ(Matched("a.{l}.w", "a.3000000000.w"), "no");
@@ -66,6 +67,7 @@ TEST(SizeFormula, ComputesExactly) {
   EXPECT_EQ(value("heads / 7").status().code(), Code::kInvalidArgument);
   EXPECT_EQ(value("heads / 0").status().code(), Code::kInvalidArgument);
   EXPECT_EQ(value("groups - heads").status().code(), Code::kInvalidArgument);
+  EXPECT_EQ(value("9223372036854775700 + heads * groups").status().code(), Code::kInvalidArgument);
   EXPECT_EQ(value("heads * 9223372036854775807").status().code(), Code::kInvalidArgument);
   EXPECT_EQ(value("vocab").status().code(), Code::kNotFound);
   for (const std::string wrong : {"", "heads /", "(1", "1)", "2x", "a b", "99999999999999999999"}) {
@@ -91,14 +93,48 @@ TEST(NameRules, NameTheRuleAndItsLine) {
       {R"({"version": 1})", "\"rules\" is missing"},
       {R"({"version": 1, "rules": [], "others": "maybe"})", "\"others\" must be"},
       {R"({"version": 1, "rules": [], "rules": []})", "occurs twice"},
+      {R"({"version": 1, "rules": [], "sizes": {"a b": 1}})", "\"a b\" is not a name"},
+      {R"({"version": 1, "rules": [], "numbers": {"n": ["config.a if b"]}})", "number n must be"},
+      {R"({"version": 1, "rules": [], "numbers": {"n": ["a"]}})", "number n must be"},
       {"[", "JSON"},
       {"", "does not begin"},
   };
   for (const auto& [json, why] : kWrong) {
     const Status status = NameRules::FromJson(json).status();
-    EXPECT_FALSE(status.ok()) << json;
+    const bool unsupported = json.find("\"add\"") != std::string::npos ||
+                             json.find("\"version\": 2") != std::string::npos;
+    EXPECT_EQ(status.code(), unsupported ? Code::kUnsupported : Code::kInvalidArgument) << json;
     EXPECT_NE(status.message().find(why), std::string::npos) << json << ": " << status.message();
   }
+}
+
+TEST(NameRules, RefuseMoreSizesThanTheirLimit) {
+  const auto with_sizes = [](std::size_t count) {
+    std::string sizes;
+    for (std::size_t i = 0; i < count; ++i) {
+      sizes += (i == 0 ? "\"n" : ", \"n") + std::to_string(i) + "\": 1";
+    }
+    return NameRules::FromJson(R"({"version": 1, "rules": [], "sizes": {)" + sizes + "}}");
+  };
+  EXPECT_OK(with_sizes(NameRules::kMaxSizes));
+  EXPECT_EQ(with_sizes(NameRules::kMaxSizes + 1).status().code(), Code::kInvalidArgument);
+}
+
+TEST(NameRules, TakeNumbersThatTheyUse) {
+  ASSERT_OK_AND_ASSIGN(
+      NameRules rules,
+      NameRules::FromJson(R"j({"version": 1, "numbers": {"n": ["config.n"]}, "rules": [
+          {"from": "a : (x y)", "to": "b : (y x)", "sizes": {"x": "m + 1"}}]})j"));
+  const auto given = [&](const NameMap& map) {
+    NameRules copy = rules;
+    return copy.AddGiven(map);
+  };
+  EXPECT_OK(given({.numbers = {{"n", 1}, {"m", 0}, {"x", 2}, {"y", 3}}}));
+  EXPECT_EQ(given({.numbers = {{"n", -1}}}).code(), Code::kInvalidArgument);
+  const Status unused = given({.numbers = {{"z", 1}}});
+  EXPECT_NE(unused.message().find("no rule uses the number z; known are: m, n, x, y"),
+            std::string::npos)
+      << unused.message();
 }
 
 // A checkpoint of bytes: each tensor is one shard, cut at random.
@@ -166,6 +202,109 @@ TEST_F(NameBindingTest, UnstacksSplitsAndRenames) {
                   {{"ffn", 6}, {"v", 5}}),
             "embed [5, 4], m.0.gate [3, 4], m.0.norm [4], m.0.up [3, 4], m.1.gate [3, 4], "
             "m.1.norm [4], m.1.up [3, 4]");
+}
+
+TEST_F(NameBindingTest, SizesOfTheFileAreForAllRules) {
+  BuildKeys({{"a", {6}}, {"b", {4}}});
+  EXPECT_EQ(Shown(R"j({"version": 1, "sizes": {"n": 2, "other": "unknown"}, "rules": [
+      {"from": "a : (n x)", "to": "c : n x"}, {"from": "b : (n x)", "to": "d : n x"}]})j"),
+            "c [2, 3], d [2, 2]");
+}
+
+TEST_F(NameBindingTest, NumbersOfAConfigFit63Bits) {
+  BuildKeys({{"a", {6}}});
+  ASSERT_OK_AND_ASSIGN(
+      NameRules rules,
+      NameRules::FromJson(R"j({"version": 1, "numbers": {"n": ["config.n"]}, "rules": [
+          {"from": "a : (n x)", "to": "c : n x"}]})j"));
+  ASSERT_OK(rules.AddGiven({.config = R"({"model_type": "m", "n": 9223372036854775808})"}));
+  const Status status = OpenedCheckpoint::Mapped(stored_, rules).status();
+  EXPECT_NE(status.message().find("n is not known (looked for config.n)"), std::string::npos)
+      << status.message();
+}
+
+TEST_F(NameBindingTest, AliasesAreRefusedWhereTheyCannotBe) {
+  BuildKeys({{"a", {2}}, {"b", {2}}});
+  EXPECT_EQ(Shown(OneRule(R"({"alias": "c", "of": "a"})", "keep")), "a [2], b [2], c [2]");
+  EXPECT_NE(Shown(OneRule(R"({"alias": "b", "of": "a"})", "keep")).find("would both be called b"),
+            std::string::npos);
+  EXPECT_EQ(Shown(OneRule(R"({"alias": "b", "of": "a", "optional": true})", "keep")),
+            "a [2], b [2]");
+  EXPECT_EQ(Map(OneRule(R"({"alias": "c", "of": "x"})", "keep")).status().code(),
+            Code::kInvalidArgument);
+  // An object must not get the name of a tensor.
+  EXPECT_NE(Shown(OneRule(R"({"key": "rng", "to": "a"})", "keep"))
+                .find("object rng and a tensor would both be called a"),
+            std::string::npos);
+}
+
+TEST_F(NameBindingTest, TheWayBackHasOneFormOfEachRule) {
+  const std::string json = R"({"version": 1, "others": "keep", "rules": [
+      {"from": "l[.{l}].w : [l] a b", "to": "m.{l}.w : a b"},
+      {"alias": "n.{l}.w", "of": "m.{l}.w"}]})";
+  ASSERT_OK_AND_ASSIGN(const NameRules rules, NameRules::FromJson(json));
+  BuildKeys({{"m.0.w", {2, 3}}, {"m.1.w", {2, 3}}, {"n.0.w", {2, 3}}, {"n.1.w", {2, 3}}});
+  const auto shown = [&](bool layers) {
+    const auto mapped = OpenedCheckpoint::Mapped(stored_, rules.Inverse(layers));
+    std::string text = mapped.status().message();
+    if (!mapped.ok()) return text;
+    EXPECT_OK(mapped.value()->index().ForEachTensor(0, [&](const TensorEntry& entry) {
+      text += entry.meta.key() + entry.meta.shape().ToString() + " ";
+      return true;
+    }));
+    return text;
+  };
+  EXPECT_EQ(shown(false), "l.w[2, 2, 3] ");
+  EXPECT_EQ(shown(true), "l.0.w[2, 3] l.1.w[2, 3] ");
+  BuildKeys({{"other", {2}}});
+  for (const bool layers : {false, true}) {
+    EXPECT_NE(shown(layers).find("needs m.{l}.w, which is not stored"), std::string::npos);
+  }
+}
+
+TEST_F(NameBindingTest, StoredKeysAreThoseOfTheBytes) {
+  BuildKeys({{"l.0", {2, 2}}, {"l.1", {2, 2}}, {"l.2", {2, 2}}, {"w", {3}}});
+  ASSERT_OK_AND_ASSIGN(const auto mapped, Map(OneRule(R"({"from": "l.{l} : a b", "to": "s : l b a"},
+                                      {"from": "w", "to": "v"})")));
+  const auto keys = [](const OpenedCheckpoint& checkpoint, const std::string& key,
+                       std::size_t most) -> std::vector<std::string> {
+    const auto entry = checkpoint.index().Find(key);
+    EXPECT_OK(entry);
+    const auto found = checkpoint.StoredKeysOf(entry.value().ordinal, most);
+    EXPECT_OK(found);
+    return found.value();
+  };
+  using Keys = std::vector<std::string>;
+  EXPECT_EQ(keys(*mapped, "s", 9), (Keys{"l.0", "l.1", "l.2"}));
+  EXPECT_EQ(keys(*mapped, "s", 2), (Keys{"l.0", "l.1"}));
+  EXPECT_EQ(keys(*mapped, "v", 9), Keys{"w"});
+  EXPECT_EQ(keys(*stored_, "w", 9), Keys{"w"});
+}
+
+TEST_F(NameBindingTest, WholeModelsHaveAllIndices) {
+  const auto shown = [&](const std::string& more) {
+    return Shown(R"({"version": 1, "numbers": {"layers": ["config.n"], "n": 0},
+                     "counts": {"l": "layers"}, )" +
+                 more + R"("rules": [
+        {"from": "a[.{l}] : [l] x", "to": "m.{l}.a : x"},
+        {"from": "b.{l}", "to": "m.{l}.b", "optional": true}]})");
+  };
+  BuildKeys({{"a", {2, 3}}, {"b.0", {4}}, {"b.1", {4}}});
+  EXPECT_EQ(shown(""), "m.0.a [3], m.0.b [4], m.1.a [3], m.1.b [4]");
+  EXPECT_EQ(shown(R"("needs": ["m.{l}.b", ["c", "b.{l}"]], )"),
+            "m.0.a [3], m.0.b [4], m.1.a [3], m.1.b [4]");
+  EXPECT_NE(shown(R"("needs": [["c", "d"]], )").find("no stored tensor belongs to c or d"),
+            std::string::npos);
+  BuildKeys({{"a", {2, 3}}, {"b.1", {4}}});
+  EXPECT_NE(shown("").find("1 tensors would be called m.{l}.b, but their indices need 2"),
+            std::string::npos)
+      << shown("");
+  BuildKeys({{"a", {2, 3}}, {"b.0", {4}}});
+  EXPECT_NE(shown("").find("m.{l}.b has 1 layers, and a has 2"), std::string::npos) << shown("");
+  BuildKeys({{"a.0", {3}}, {"a.2", {3}}});
+  EXPECT_NE(shown("").find("2 tensors would be called m.{l}.a"), std::string::npos) << shown("");
+  BuildKeys({{"a", {2, 3}}});
+  EXPECT_EQ(shown(""), "m.0.a [3], m.1.a [3]");
 }
 
 TEST_F(NameBindingTest, BracketsStandForStackedAndSingleLayers) {

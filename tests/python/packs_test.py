@@ -455,6 +455,16 @@ class Packs(support.Folder):
         with self.assertRaisesRegex(tm.UnsupportedError, "common.args.swiglu is 0"):
             tm.open("S/c", as_="hf", numbers={"vocab": VOCAB})
 
+    def test_a_config_beside_foreign_files_counts(self):
+        model = Model(15, "qwen3")
+        tm.save(megatron(model), "S/c")
+        os.mkdir("foreign")
+        support.run("export", "S/c", "foreign/model.safetensors", "--to", "safetensors")
+        with open("foreign/config.json", "w") as file:
+            json.dump(config("qwen3"), file)
+        with tm.open("foreign", as_="hf") as checkpoint:
+            self.assert_same(checkpoint, model.hf)
+
     def test_a_hostile_config_takes_little_memory(self):
         import resource
 

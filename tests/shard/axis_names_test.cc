@@ -112,6 +112,9 @@ TEST(AxisNames, RefuseHugeSizesAndDiagonals) {
   AxisSizes ones;
   for (const std::string& name : many.names()) ones[name] = 1;
   EXPECT_EQ(many.Terms(ones).status().code(), Code::kInvalidArgument);
+  ASSERT_OK_AND_ASSIGN(const AxisNames most, AxisNames::Parse(sums.substr(0, sums.rfind(" ("))));
+  ASSERT_OK_AND_ASSIGN(const auto all, most.Terms(ones));
+  EXPECT_EQ(all.size(), AxisNames::kMaxTerms);
 }
 
 TEST(AxisNames, LeaveOutEmptyTerms) {
