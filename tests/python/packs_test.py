@@ -488,6 +488,14 @@ class Packs(support.Folder):
         self.assertIn("dropped: optimizer.state.exp_avg.decoder.final_layernorm.weight", shown)
         self.assertIn("left out: 72 of 384 cells of embedding.word_embeddings.weight (rules[0] (line", shown)
         self.assertIn("every cell of the others that is not left out is used once", shown)
+        for words, why in ((("--with", "nowhere"), "nowhere"), (("--set", "heads=6", "--set", "heads=5"), "given twice")):
+            with self.assertRaisesRegex(AssertionError, why):
+                support.run("map", "check", "hf", "S/c", "--with", "with", *words)
+        if os.path.exists("/dev/fuse"):
+            os.mkdir("mnt")
+            # The checkpoint is there, and does not fit.
+            with self.assertRaisesRegex(AssertionError, "INVALID_ARGUMENT: .*fits none of the known rules"):
+                support.run("mount", "S/c", "mnt", "--as", "hf:llama", "--with", "with")
         support.run("export", "S/c", "model", "--to", "hf", "--as", "hf", "--with", "with")
         with tm.open("model") as checkpoint:
             self.assert_same(checkpoint, model.hf)
