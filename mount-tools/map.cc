@@ -215,9 +215,6 @@ int RunMap(const MapArgs& args, Terminal& terminal) {
   }
   const auto names = ReadNameMap(given);
   if (!names.ok()) return terminal.Fail(names.status());
-  if (const auto beside = ReadFilesBeside(given); !beside.ok()) {
-    return terminal.Fail(beside.status());
-  }
   const auto stored = OpenSource(args.source, terminal);
   if (!stored.ok()) return terminal.Fail(stored.status());
   const auto source = ApplyNames(stored.value(), names.value());

@@ -180,9 +180,14 @@ Result<NameMap> ReadNameMap(const NameMapArgs& args) {
   if (!args.with.empty()) {
     constexpr std::uint64_t kMaxBytes = 1 << 20;
     const Result<std::string> config = ReadNamedFile(JoinPath(args.with, "config.json"), kMaxBytes);
-    // Numbers may come from elsewhere.
-    if (config.ok()) map.config = config.value();
-    if (config.status().code() != Code::kNotFound) TENSORMOUNT_RETURN_IF_ERROR(config.status());
+    if (config.ok()) {
+      map.config = config.value();
+    } else if (config.status().code() == Code::kNotFound) {
+      // Numbers may come from elsewhere, but the directory must be that of a model.
+      TENSORMOUNT_RETURN_IF_ERROR(ReadFilesBeside(args).status());
+    } else {
+      return config.status();
+    }
   }
   if (args.rules.empty()) return map;
   TENSORMOUNT_ASSIGN_OR_RETURN(map.rules, ReadNamedFile(args.rules, NameRules::kMaxBytes));

@@ -491,6 +491,10 @@ class Packs(support.Folder):
         for words, why in ((("--with", "nowhere"), "nowhere"), (("--set", "heads=6", "--set", "heads=5"), "given twice")):
             with self.assertRaisesRegex(AssertionError, why):
                 support.run("map", "check", "hf", "S/c", "--with", "with", *words)
+        for command in (("load", "S/c", "--ranks", "1", "--shard", "rows"), ("diff", "S/c", "S/c")):
+            with self.assertRaisesRegex(AssertionError, "NOT_FOUND: .*missing"):
+                support.run(*command, "--as", "hf", "--with", "missing", "--set", f"heads={HEADS}", "--set", f"groups={GROUPS}",
+                            "--set", f"head_dim={HEAD}", "--set", f"vocab={VOCAB}")
         if os.path.exists("/dev/fuse"):
             os.mkdir("mnt")
             # The checkpoint is there, and does not fit.
