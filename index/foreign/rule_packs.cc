@@ -27,13 +27,19 @@ std::pair<std::string, std::string> LayoutAndFamily(const std::string& name) {
   return {name.substr(0, colon), name.substr(colon + 1)};
 }
 
-Result<std::vector<NameRules>> ParsedPacks() {
+Result<std::vector<NameRules>> ParsePacks() {
   std::vector<NameRules> packs;
   for (const RulePack& pack : RulePacks()) {
     Result<NameRules> rules = NameRules::FromJson(pack.json);
     if (!rules.ok()) return rules.status().WithContext(std::string(pack.file));
     packs.push_back(std::move(rules).value());
   }
+  return packs;
+}
+
+// Parsed once for each process: a mount maps each step of a store.
+const Result<std::vector<NameRules>>& ParsedPacks() {
+  static const Result<std::vector<NameRules>> packs = ParsePacks();
   return packs;
 }
 
@@ -108,7 +114,7 @@ std::string OtherReasons(const std::string& family, const std::string& type,
 
 // From a trainer's layout to Hugging Face names.
 Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& map,
-                                const std::string& family, std::vector<NameRules> packs) {
+                                const std::string& family, const std::vector<NameRules>& packs) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys, KeysOf(source));
   const ForeignLoss* const unknown = UnknownLoss(source);
   if (unknown != nullptr && (map.from.empty() || family.empty())) {
@@ -120,7 +126,7 @@ Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& m
   std::vector<const NameRules*> fitting;
   std::string misfits;
   const std::string type = NameRules::ModelTypeOf(map.config);
-  for (NameRules& pack : packs) {
+  for (const NameRules& pack : packs) {
     const bool is_named = (map.from.empty() || pack.layout == map.from) &&
                           (family.empty() || pack.family == family || pack.family == kAnyFamily) &&
                           (type.empty() || type == pack.family || pack.family == kAnyFamily);
@@ -152,7 +158,7 @@ Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& m
 
 // From Hugging Face names to a trainer's layout.
 Result<NameRules> FromHuggingFace(const NameMap& map, const std::string& layout,
-                                  const std::string& family, std::vector<NameRules> packs) {
+                                  const std::string& family, const std::vector<NameRules>& packs) {
   // "megatron@layers": one tensor for each layer.
   const std::size_t at = layout.find('@');
   const bool layers = at != std::string::npos;
@@ -161,15 +167,16 @@ Result<NameRules> FromHuggingFace(const NameMap& map, const std::string& layout,
   }
   const std::string name = layout.substr(0, at);
   std::vector<const NameRules*> all;
-  for (NameRules& pack : packs) {
+  for (const NameRules& pack : packs) {
     all.push_back(&pack);
     if (pack.layout != name || pack.family != family) continue;
     const std::string type = NameRules::ModelTypeOf(map.config);
     if (!type.empty() && type != family && family != kAnyFamily) {
       return BadPackName("the model_type of its config.json is " + type + ", and not " + family);
     }
-    TENSORMOUNT_RETURN_IF_ERROR(pack.AddGiven(map));
-    return pack.Inverse(layers);
+    NameRules chosen = pack;
+    TENSORMOUNT_RETURN_IF_ERROR(chosen.AddGiven(map));
+    return chosen.Inverse(layers);
   }
   return BadPackName("there are no rules for " + map.as + "; known are " +
                      std::string(kHuggingFace) + ", " + Listed(all));
@@ -197,12 +204,13 @@ Result<std::shared_ptr<const NameRules>> ChooseRules(const OpenedCheckpoint& sou
                                                      const NameMap& map) {
   if (map.as.empty()) return NameRules::FromMap(map);
   if (!map.rules.empty()) return BadPackName("rules and a name of known rules are given: give one");
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<NameRules> packs, ParsedPacks());
+  const Result<std::vector<NameRules>>& packs = ParsedPacks();
+  TENSORMOUNT_RETURN_IF_ERROR(packs.status());
   const auto [layout, family] = LayoutAndFamily(map.as);
   TENSORMOUNT_ASSIGN_OR_RETURN(NameRules rules,
                                layout == kHuggingFace
-                                   ? ToHuggingFace(source, map, family, std::move(packs))
-                                   : FromHuggingFace(map, layout, family, std::move(packs)));
+                                   ? ToHuggingFace(source, map, family, packs.value())
+                                   : FromHuggingFace(map, layout, family, packs.value()));
   return std::make_shared<const NameRules>(std::move(rules));
 }
 

@@ -77,8 +77,11 @@ std::vector<ForeignLoss> ShownLosses(const std::vector<ForeignLoss>& losses,
     mapped.objects.clear();
     std::string split;
     for (const std::string& key : loss.tensors) {
-      if (rules.Splits(key)) split = key;
-      std::string name = rules.Splits(key) ? std::string() : rules.NameOf(key);
+      if (rules.Splits(key)) {
+        split = key;
+        continue;
+      }
+      std::string name = rules.NameOf(key);
       if (!name.empty()) mapped.tensors.push_back(std::move(name));
     }
     for (const std::string& key : loss.objects) {
@@ -112,15 +115,13 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Mapped(
   }
   Result<std::shared_ptr<const NameBinding>> binding =
       NameBinding::Bind(*source->index_, rules, lost);
-  if (binding.status().code() == Code::kNotFound && !source->lost_.empty()) {
-    // A tensor that a rule needs may be lost, which is another error than a wrong rule.
-    return Status(Code::kDataLoss,
-                  binding.status().message() +
-                      "; data of the checkpoint are lost: " + source->lost_.front().ToString());
-  }
-  // The checkpoint exists, so a caller must not take the error for its absence.
   if (binding.status().code() == Code::kNotFound) {
-    return Status(Code::kInvalidArgument, binding.status().message());
+    // The checkpoint exists, so a caller must not take the error for its absence. A tensor that a
+    // rule needs may be lost, which is another error than a wrong rule.
+    const std::string& why = binding.status().message();
+    if (source->lost_.empty()) return Status(Code::kInvalidArgument, why);
+    return Status(Code::kDataLoss,
+                  why + "; data of the checkpoint are lost: " + source->lost_.front().ToString());
   }
   TENSORMOUNT_RETURN_IF_ERROR(binding.status());
   opened->binding_ = std::move(binding).value();
@@ -176,9 +177,8 @@ Result<std::string> OpenedCheckpoint::StoredKeyOf(std::uint32_t ordinal) const {
 Result<std::vector<std::string>> OpenedCheckpoint::StoredKeysOf(std::uint32_t ordinal,
                                                                 std::size_t most) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string whole, StoredKeyOf(ordinal));
+  if (!whole.empty()) return std::vector<std::string>{whole};
   std::vector<std::string> keys;
-  if (!whole.empty()) keys.push_back(whole);
-  if (!whole.empty() || !binding_) return keys;
   const MappedTensor mapped = binding_->At(ordinal);
   std::vector<bool> used(mapped.sources.size());
   for (const CellTerm& term : mapped.terms) {

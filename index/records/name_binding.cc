@@ -370,10 +370,9 @@ class Binder {
   }
 
   static NameSet NamesOf(const NameRule& rule) {
-    NameSet names;
+    NameSet names = rule.NamesOfAxes();
     for (const auto* sides : {&rule.from, &rule.to}) {
       for (const NameRule::Side& side : *sides) {
-        names.insert(side.axes->names().begin(), side.axes->names().end());
         for (std::string& name : KeyNamesOf(rule, side)) names.insert(std::move(name));
       }
     }

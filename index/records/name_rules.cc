@@ -263,12 +263,9 @@ Result<NameRule> ParseRule(const Json& json) {
     return BadField("an alias is one key, without axes");
   }
   TENSORMOUNT_RETURN_IF_ERROR(Complete(rule));
-  std::set<std::string> known;
+  std::set<std::string> known = rule.NamesOfAxes();
   for (const auto* sides : {&rule.from, &rule.to}) {
-    for (const NameRule::Side& side : *sides) {
-      if (side.axes) known.insert(side.axes->names().begin(), side.axes->names().end());
-      known.merge(CapturesOf(side));
-    }
+    for (const NameRule::Side& side : *sides) known.merge(CapturesOf(side));
   }
   for (const std::string& name : rule.unused) {
     if (!known.contains(name)) return BadField("\"unused\": the rule has no name " + name);
@@ -379,6 +376,16 @@ std::string RenamedBy(const NameRule& rule, const std::vector<std::string_view>&
 }
 
 }  // namespace
+
+std::set<std::string> NameRule::NamesOfAxes() const {
+  std::set<std::string> names;
+  for (const auto* sides : {&from, &to}) {
+    for (const Side& side : *sides) {
+      if (side.axes) names.insert(side.axes->names().begin(), side.axes->names().end());
+    }
+  }
+  return names;
+}
 
 Result<NameRules> NameRules::FromJson(std::string_view json) {
   if (json.size() > kMaxBytes) return BadNameMap("more than 4 MiB");
@@ -527,7 +534,7 @@ std::set<std::string> NameRules::NamesOfNumbers() const {
   const auto add_formulas = [&](const std::map<std::string, SizeFormula>& formulas) {
     for (const auto& [name, formula] : formulas) {
       names.insert(name);
-      names.merge(formula.Names());
+      names.insert(formula.names().begin(), formula.names().end());
     }
   };
   for (const auto& [name, number] : numbers) names.insert(name);
@@ -536,11 +543,7 @@ std::set<std::string> NameRules::NamesOfNumbers() const {
   for (const NameRule& rule : rules) {
     add_formulas(rule.sizes);
     for (const auto& [name, value] : rule.when) names.insert(name);
-    for (const auto* sides : {&rule.from, &rule.to}) {
-      for (const NameRule::Side& side : *sides) {
-        if (side.axes) names.insert(side.axes->names().begin(), side.axes->names().end());
-      }
-    }
+    names.merge(rule.NamesOfAxes());
   }
   return names;
 }

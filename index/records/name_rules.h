@@ -53,6 +53,9 @@ struct NameRule {
   // One of the two must match.
   bool second_form = false;
 
+  // The names of the axes of all sides.
+  std::set<std::string> NamesOfAxes() const;
+
   // Names of captures that are in every key of the rule. Each combination of their values is one
   // application of the rule, with sizes of its own.
   std::set<std::string> group;

@@ -14,10 +14,12 @@ namespace {
 //   sum     := product (("+" | "-") product)*
 //   product := factor (("*" | "/") factor)*
 //   factor  := INTEGER | NAME | "(" sum ")"
-// Without numbers it only checks the syntax.
 class Evaluation {
  public:
-  Evaluation(std::string_view text, const AxisSizes* numbers) : text_(text), numbers_(numbers) {}
+  // With `numbers` it computes. Without, it checks the syntax and adds the formula's names to
+  // `names`.
+  Evaluation(std::string_view text, const AxisSizes* numbers, std::set<std::string>* names)
+      : text_(text), numbers_(numbers), names_(names) {}
 
   Result<std::int64_t> Run() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::int64_t value, Sum(0));
@@ -93,7 +95,10 @@ class Evaluation {
     const std::string_view word = text_.substr(begin, at_ - begin);
     if (word.empty()) return Syntax("expected a number, a name or \"(\"");
     if (AxisNames::IsName(word)) {
-      if (numbers_ == nullptr) return 1;
+      if (numbers_ == nullptr) {
+        names_->emplace(word);
+        return 1;
+      }
       const auto it = numbers_->find(word);
       if (it == numbers_->end()) return Status(Code::kNotFound, std::string(word));
       return it->second;
@@ -114,34 +119,21 @@ class Evaluation {
 
   std::string_view text_;
   const AxisSizes* numbers_;
+  std::set<std::string>* names_;
   std::size_t at_ = 0;
 };
 
 }  // namespace
 
 Result<SizeFormula> SizeFormula::Parse(std::string_view text) {
-  TENSORMOUNT_RETURN_IF_ERROR(Evaluation(text, nullptr).Run().status());
   SizeFormula formula;
+  TENSORMOUNT_RETURN_IF_ERROR(Evaluation(text, nullptr, &formula.names_).Run().status());
   formula.text_ = text;
   return formula;
 }
 
 Result<std::int64_t> SizeFormula::Evaluate(const AxisSizes& numbers) const {
-  return Evaluation(text_, &numbers).Run();
-}
-
-std::set<std::string> SizeFormula::Names() const {
-  std::set<std::string> names;
-  std::string word;
-  for (const char c : text_ + " ") {
-    if (AxisNames::IsName("_" + std::string(1, c))) {
-      word += c;
-      continue;
-    }
-    if (AxisNames::IsName(word)) names.insert(word);
-    word.clear();
-  }
-  return names;
+  return Evaluation(text_, &numbers, nullptr).Run();
 }
 
 }  // namespace tensormount

@@ -25,10 +25,11 @@ class SizeFormula {
   Result<std::int64_t> Evaluate(const AxisSizes& numbers) const;
   const std::string& text() const { return text_; }
   // The names in it.
-  std::set<std::string> Names() const;
+  const std::set<std::string>& names() const { return names_; }
 
  private:
   std::string text_;
+  std::set<std::string> names_;
 };
 
 }  // namespace tensormount

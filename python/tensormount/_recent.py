@@ -12,7 +12,7 @@ class Recent(Generic[Value]):
     """Keeps the `capacity` values that were used last, by name.
 
     Threads, signal handlers and finalizers may use it at once, also a finalizer of a value that it drops: the dict is
-    replaced and never changed. Of two calls at once the change of one may be lost.
+    replaced and never changed. Of two calls at once the change of one may be lost. A value has one name.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -24,10 +24,13 @@ class Recent(Generic[Value]):
         return self._values.get(name)
 
     def keep(self, name: Hashable, value: Value) -> None:
-        kept = {other: old for other, old in self._values.items() if other != name}
+        if next(reversed(self._values.values()), None) is value:
+            return
+        kept = dict(self._values)  # Nothing is freed while it is changed: the old dict has all values.
+        kept.pop(name, None)
         kept[name] = value
-        for other in list(kept)[: -self._capacity]:
-            del kept[other]
+        if len(kept) > self._capacity:
+            del kept[next(iter(kept))]
         self._values = kept
 
     def values(self) -> list[Value]:
