@@ -368,23 +368,28 @@ Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
 Result<NameMap> ReadNameMap(const char* json) {
   NameMap map;
   if (json == nullptr) return map;
-  // Rules, unless it is an object with "as". An empty text is no JSON, and must not be taken for no
-  // map.
+  // Rules, or an object with "as", with the rules as its member "rules", or with both. An empty
+  // text is no JSON, and must not be taken for no map.
   map.rules = *json == '\0' ? " " : json;
   constexpr std::size_t kMaxNameMap = std::size_t{8} << 20;
   if (map.rules.size() > kMaxNameMap) {
     return Status(Code::kInvalidArgument, "name map: more than 8 MiB");
   }
   const Result<nlohmann::json> strict = ParseStrictJson(map.rules);
-  if (!strict.ok() || !strict.value().contains("as")) return map;  // Errors are those of the rules.
+  if (!strict.ok()) return map;  // The error is that of the rules.
   const nlohmann::json& parsed = strict.value();
+  const auto inner = parsed.find("rules");
+  if (!parsed.contains("as") && (inner == parsed.end() || !inner->is_object())) return map;
   map.rules.clear();
   const auto invalid = [](const std::string& field) {
-    return Status(Code::kInvalidArgument, "name map: \"" + field + "\" is not valid beside \"as\"");
+    return Status(Code::kInvalidArgument,
+                  "name map: \"" + field + "\" is not valid beside \"as\" or an object of rules");
   };
   for (const auto& [name, value] : parsed.items()) {
     if ((name == "as" || name == "from") && value.is_string()) {
       (name == "as" ? map.as : map.from) = value.get<std::string>();
+    } else if (name == "rules" && value.is_object()) {
+      map.rules = value.dump();
     } else if (name == "config" && value.is_object()) {
       map.config = value.dump();
     } else if (name == "numbers" && value.is_object()) {
@@ -396,7 +401,8 @@ Result<NameMap> ReadNameMap(const char* json) {
       return invalid(name);
     }
   }
-  if (map.as.empty()) return invalid("as");
+  if (parsed.contains("as") && map.as.empty()) return invalid("as");
+  if (!map.from.empty() && map.as.empty()) return invalid("from");
   return map;
 }
 

@@ -120,7 +120,15 @@ void AddMap(CLI::App* command, std::string& map) {
   command->add_option("--map", map, "JSON file of rules that rename or drop keys");
 }
 
-void AddNumbers(CLI::App* command, NameMapArgs& map) {
+void AddNames(CLI::App* command, NameMapArgs& map) {
+  command
+      ->add_option("--as", map.as,
+                   "Names that the result has, by rules of the library: hf, hf:FAMILY, or "
+                   "LAYOUT:FAMILY; after --map")
+      ->option_text("NAME");
+  command->add_option("--experts", map.experts, "With --as: experts in one tensor, or one each")
+      ->check(CLI::IsMember({"fused", "split"}))
+      ->option_text("fused|split");
   command
       ->add_option("--from", map.from, "With --as: the layout of the source, if its keys fit two")
       ->option_text("LAYOUT");
@@ -139,12 +147,7 @@ void AddNumbers(CLI::App* command, NameMapArgs& map) {
 void AddMap(CLI::App* command, NameMapArgs& map) {
   command->add_option("--map", map.rules,
                       "JSON file of rules that rename, split and join tensors (docs/mapping.md)");
-  command
-      ->add_option("--as", map.as,
-                   "Names that the result has, by rules of the library: hf, hf:FAMILY, or "
-                   "LAYOUT:FAMILY for a source with Hugging Face names")
-      ->option_text("NAME");
-  AddNumbers(command, map);
+  AddNames(command, map);
 }
 
 void AddPartial(CLI::App* command, bool& partial) {
@@ -313,7 +316,7 @@ void AddSaveCommands(Program& p) {
                 "JSON file of rules (docs/mapping.md), or a name as of --as")
       ->required();
   c->add_option("SOURCE", p.map.source, kSource)->required();
-  AddNumbers(c, p.map.map);
+  AddNames(c, p.map.map);
 
   c = p.Command("load", "Loads each rank's slices into memory and reports bytes, time and memory",
                 "tensormount load STORE/step-0 --shard cols --ranks 2 --compare model.safetensors",

@@ -111,9 +111,8 @@ Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other
   const auto note = [&](const std::string& name) { names.insert(name); };
   TENSORMOUNT_RETURN_IF_ERROR(ForEachKey(source.index(), note));
   if (source.is_mapped()) {
-    const NameRules& rules = source.binding()->rules();
     TENSORMOUNT_RETURN_IF_ERROR(ForEachKey(source.stored_index(), [&](const std::string& key) {
-      if (!rules.Splits(key) && rules.NameOf(key).empty()) note(key);
+      if (source.LeavesOut(key)) note(key);
     }));
   }
   return ForEachKey(other.index(), [&](const std::string& name) {

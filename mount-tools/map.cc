@@ -49,24 +49,26 @@ class MapCheck {
       : mapped_(mapped),
         binding_(*mapped.binding()),
         rules_(binding_.rules()),
-        uses_(rules_.rules.size()) {}
+        before_(mapped.source()->index()),
+        uses_(rules_.rules.size()) {
+    if (mapped.source()->is_mapped()) first_ = std::make_unique<MapCheck>(*mapped.source());
+  }
 
   Status Run() {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        mapped_.stored_index().ForEachTensor(0, [&](const TensorEntry& entry) {
-          const std::string& key = entry.meta.key();
-          const std::optional<std::size_t> rule = rules_.RuleFor(key);
-          if (rule) {
-            ++uses_[*rule].stored;
-            uses_[*rule].stored_cells += *CheckedProduct(entry.meta.shape());
-          }
-          const bool dropped = !rules_.Splits(key) && rules_.NameOf(key).empty();
-          if (dropped) dropped_.push_back(key);
-          return true;
-        }));
+    if (first_) TENSORMOUNT_RETURN_IF_ERROR(first_->Run());
+    TENSORMOUNT_RETURN_IF_ERROR(before_.ForEachTensor(0, [&](const TensorEntry& entry) {
+      const std::string& key = entry.meta.key();
+      const std::optional<std::size_t> rule = rules_.RuleFor(key);
+      if (rule) {
+        ++uses_[*rule].stored;
+        uses_[*rule].stored_cells += *CheckedProduct(entry.meta.shape());
+      }
+      const bool dropped = !rules_.Splits(key) && rules_.NameOf(key).empty();
+      if (dropped) dropped_.push_back(key);
+      return true;
+    }));
     dropped_tensors_ = dropped_.size();
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects,
-                                 mapped_.stored_index().Objects());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects, before_.Objects());
     for (const ObjectRecord& object : objects) {
       if (!rules_.NameOf(object.key).empty()) continue;
       if (dropped_.empty() || dropped_.back() != object.key) dropped_.push_back(object.key);
@@ -89,7 +91,11 @@ class MapCheck {
   }
 
   void Print(Terminal& terminal) const {
-    if (terminal.json) return PrintJson(terminal);
+    if (terminal.json) return terminal.Json(ToJson());
+    if (first_) {
+      first_->Print(terminal);
+      terminal.Line("and then, from these names:");
+    }
     for (const MappedText& tensor : tensors_) {
       terminal.Line(fmt::format("{}  {} {}  <- {}", tensor.entry.meta.key(),
                                 InfoOf(tensor.entry.meta.dtype()).name,
@@ -110,7 +116,7 @@ class MapCheck {
                                 rules_.rules[r].from[0].key.text(), rules_.rules[r].position));
     }
     for (std::size_t r = 0; r < uses_.size(); ++r) {
-      if (uses_[r].stored == 0 && uses_[r].tensors == 0) {
+      if (uses_[r].stored == 0 && uses_[r].tensors == 0 && rules_.rules[r].slot.empty()) {
         terminal.Line(fmt::format("not used: {}", rules_.rules[r].position));
       }
     }
@@ -120,7 +126,7 @@ class MapCheck {
     terminal.Line(fmt::format(
         "{} from {}; {} dropped; every cell of the others{} is used once",
         Counted(tensors_.size(), "tensor"),
-        Counted(mapped_.stored_index().tensor_count() - dropped_tensors_, "stored tensor"),
+        Counted(before_.tensor_count() - dropped_tensors_, first_ ? "tensor" : "stored tensor"),
         dropped_.size(), leaves_out ? " that is not left out" : ""));
   }
 
@@ -150,7 +156,9 @@ class MapCheck {
   Result<MappedText> TextOf(const TensorEntry& entry) const {
     MappedText text{.entry = entry, .rule = binding_.RuleOf(entry.ordinal), .from = {}};
     if (binding_.WholeSource(entry.ordinal)) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(text.from, mapped_.StoredKeyOf(entry.ordinal));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry whole,
+                                   before_.At(*binding_.WholeSource(entry.ordinal)));
+      text.from = whole.meta.key();
       return text;
     }
     const MappedTensor mapped = binding_.At(entry.ordinal);
@@ -170,8 +178,9 @@ class MapCheck {
     return text;
   }
 
-  void PrintJson(Terminal& terminal) const {
+  OrderedJson ToJson() const {
     OrderedJson json = {{"event", "map"}};
+    if (first_) json["first"] = first_->ToJson();
     json["rules"] = OrderedJson::array();
     for (std::size_t r = 0; r < uses_.size(); ++r) {
       json["rules"].push_back(
@@ -191,13 +200,15 @@ class MapCheck {
     }
     json["dropped"] = dropped_;
     json["padded"] = padded_;
-    terminal.Json(json);
+    return json;
   }
 
   const OpenedCheckpoint& mapped_;
   const NameBinding& binding_;
   const NameRules& rules_;
-  std::vector<RuleUse> uses_;  // By rule.
+  const CheckpointIndex& before_;    // To which the map is applied.
+  std::unique_ptr<MapCheck> first_;  // If that is mapped itself.
+  std::vector<RuleUse> uses_;        // By rule.
   std::vector<MappedText> tensors_;
   std::vector<std::string> dropped_;
   std::uint64_t dropped_tensors_ = 0;

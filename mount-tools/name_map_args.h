@@ -14,6 +14,7 @@ struct NameMapArgs {
   std::string from;                  // NameMap::from
   std::string with;                  // Directory with the model's config.json; empty: none.
   std::vector<std::string> numbers;  // NAME=NUMBER
+  std::string experts;               // "fused" or "split": the number "split"; empty: not given.
   bool empty() const { return rules.empty() && as.empty(); }
 };
 

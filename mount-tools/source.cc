@@ -165,11 +165,14 @@ Result<NameMap> ReadNameMap(const NameMapArgs& args) {
       return Status(Code::kInvalidArgument, fmt::format("--set {}: given twice", text));
     }
   }
-  if (!args.rules.empty() && !args.as.empty()) {
-    return Status(Code::kInvalidArgument, "--map and --as are two ways to give names: use one");
-  }
   if (args.as.empty() && !args.from.empty()) {
     return Status(Code::kInvalidArgument, "--from requires --as");
+  }
+  if (!args.experts.empty()) {
+    if (args.as.empty()) return Status(Code::kInvalidArgument, "--experts requires --as");
+    if (!map.numbers.emplace("split", args.experts == "split" ? 1 : 0).second) {
+      return Status(Code::kInvalidArgument, "--experts and --set split are the same: give one");
+    }
   }
   if (args.empty()) {
     if (map.numbers.empty()) return map;

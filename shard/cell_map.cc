@@ -189,6 +189,82 @@ Box TermSide::Unfold(const Box& box) const {
   return BoxAccess::Make(first, extent);
 }
 
+Status TermSide::Place(const PlacedBox& folded, std::vector<PlacedBox>& out) const {
+  // A run of neighbouring cells of an axis, with one distance in memory.
+  struct Run {
+    std::int64_t begin = 0;
+    std::int64_t extent = 1;
+    std::int64_t stride = 0;
+    std::int64_t offset = 0;
+  };
+  const Status too_many(Code::kResourceExhausted, "a read through two name maps has more than " +
+                                                      std::to_string(kMaxPlaced) +
+                                                      " separate parts");
+  const int rank = begin.rank();
+  const int bytes = folded.box.rank() - 1;
+  std::vector<PlacedBox> boxes(1);
+  boxes[0].offset = folded.offset;
+  Dims first = Dims::Filled(rank + 1, 0);
+  Dims extent = Dims::Filled(rank + 1, 1);
+  boxes[0].strides = Dims::Filled(rank + 1, 0);
+  first[rank] = folded.box.begin(bytes);
+  extent[rank] = folded.box.extent(bytes);
+  boxes[0].strides[rank] = folded.strides[bytes];
+  boxes[0].box = BoxAccess::Make(first, extent);
+
+  std::size_t end = digits.size();
+  for (int axis = rank; axis-- > 0;) {
+    std::vector<Run> runs = {{.begin = begin[axis]}};
+    // The fastest digit first: `full` cells of it and of those after it follow each other.
+    std::int64_t full = 1;
+    for (; end > 0 && digits[end - 1].axis == axis; --end) {
+      const Digit& digit = digits[end - 1];
+      const std::int64_t low = folded.box.begin(digit.name);
+      const std::int64_t count = folded.box.extent(digit.name);
+      const std::int64_t stride = folded.strides[digit.name];
+      const Run one = runs[0];
+      const bool joins = runs.size() == 1 && one.extent == full && digit.step == full &&
+                         (full == 1 || stride == one.stride * full);
+      if (digit.size > 1) full = digit.step * digit.size;
+      if (joins) {
+        runs[0] = {.begin = one.begin + low * digit.step,
+                   .extent = one.extent * count,
+                   .stride = one.extent == 1 ? stride : one.stride,
+                   .offset = one.offset};
+        continue;
+      }
+      if (static_cast<std::uint64_t>(count) > kMaxPlaced / runs.size()) return too_many;
+      std::vector<Run> more;
+      more.reserve(runs.size() * static_cast<std::size_t>(count));
+      for (std::int64_t i = 0; i < count; ++i) {
+        for (Run run : runs) {
+          run.begin += (low + i) * digit.step;
+          run.offset += i * stride;
+          more.push_back(run);
+        }
+      }
+      runs = std::move(more);
+    }
+    if (runs.size() > (kMaxPlaced - std::min(out.size(), kMaxPlaced)) / boxes.size()) {
+      return too_many;
+    }
+    std::vector<PlacedBox> more;
+    more.reserve(boxes.size() * runs.size());
+    for (const PlacedBox& box : boxes) {
+      for (const Run& run : runs) {
+        PlacedBox& cut = more.emplace_back(box);
+        cut.box = BoxAccess::WithAxis(cut.box, axis, run.begin, run.extent);
+        cut.strides[axis] = run.stride;
+        cut.offset += run.offset;
+      }
+    }
+    boxes = std::move(more);
+  }
+  out.insert(out.end(), std::make_move_iterator(boxes.begin()),
+             std::make_move_iterator(boxes.end()));
+  return Status();
+}
+
 Result<CellTerm> CellTerm::Make(const AxisTerm& to, std::span<const std::string> to_key,
                                 const AxisTerm* from, std::span<const std::string> from_key,
                                 std::uint32_t source, const AxisSizes& sizes) {

@@ -39,6 +39,12 @@ struct TermSide {
   // The smallest box of the tensor's bytes that contains a box over the names and the byte of an
   // element.
   Box Unfold(const Box& box) const;
+  // Appends boxes of the tensor's bytes that hold `folded`, a placed box over the names and the
+  // byte of an element, at the same bytes: the reverse of Fold. Digits that do not follow each
+  // other in memory are cut into single cells. kResourceExhausted: more than kMaxPlaced boxes in
+  // `out`.
+  static constexpr std::size_t kMaxPlaced = std::size_t{1} << 20;
+  Status Place(const PlacedBox& folded, std::vector<PlacedBox>& out) const;
 };
 
 // One term of a rule: which cells of a stored tensor are which cells of a mapped tensor. Both sides

@@ -69,8 +69,8 @@ Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
 Hash128 NamesIdentity(const OpenedCheckpoint& checkpoint, const NameMap& names) {
   ByteWriter out;
   for (const std::string& text : {names.rules, names.as, names.from}) out.String(text);
-  if (checkpoint.is_mapped()) {
-    for (const auto& [name, number] : checkpoint.binding()->rules().numbers) {
+  for (const OpenedCheckpoint* at = &checkpoint; at->is_mapped(); at = at->source()) {
+    for (const auto& [name, number] : at->binding()->rules().numbers) {
       out.String(name);
       out.I64(number);
     }

@@ -31,9 +31,7 @@ Result<TiedNames> TiedNames::Make(const ShownCheckpoint& shown) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, index.Common());
   const SavedPaths paths =
       SavedPaths::Make(common.values, [&](std::string_view key) { return index.Find(key).ok(); });
-  const auto shown_name = [&](const std::string& name) {
-    return shown.opened.is_mapped() ? shown.opened.binding()->rules().NameOf(name) : name;
-  };
+  const auto shown_name = [&](const std::string& name) { return shown.opened.ShownNameOf(name); };
   std::set<std::string, std::less<>> taken;
   for (const auto& [stored, others] : paths.TiedPaths()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto number, NumberOf(shown.tensors, shown_name(stored)));

@@ -235,8 +235,9 @@ typedef struct tm_open_options {
   // The file or index to read in a foreign directory that holds several sets of weights. May be
   // NULL.
   const char* file;
-  // A name map, which is JSON (tensormount/name_map.h): the checkpoint has the keys that it gives.
-  // NULL: none.
+  // A name map, which is JSON: the checkpoint has the keys that it gives. Rules (docs/mapping.md),
+  // or an object with "rules" as an object, "as", "from", "numbers", "config"
+  // (tensormount/name_map.h). NULL: none.
   const char* name_map;
 } tm_open_options;
 // Like tm_checkpoint_open, with options. `options` may be NULL.

@@ -14,9 +14,9 @@ namespace tensormount {
 struct NameMap {
   // JSON: a list of rules, or an object {"version": 1, "rules": [...]}.
   std::string rules = {};
-  // Instead of `rules`: what the result is called, for which the library has rules. "hf": the names
-  // of Hugging Face files; "hf:qwen3": of this family. "megatron:qwen3": from Hugging Face names to
-  // those of this trainer.
+  // What the result is called, for which the library has rules; they apply after `rules`. "hf": the
+  // names of Hugging Face files; "hf:qwen3": of this family. "megatron:qwen3": those of this
+  // trainer, from Hugging Face names or from those of another trainer.
   std::string as = {};
   // With `as`: the layout of the checkpoint, "megatron"; empty: it is found by its keys.
   std::string from = {};

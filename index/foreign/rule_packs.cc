@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "index/records/name_binding.h"
+
 namespace tensormount {
 namespace {
 
@@ -91,6 +93,12 @@ const ForeignLoss* UnknownLoss(const OpenedCheckpoint& source) {
   return nullptr;
 }
 
+bool IsHuggingFace(const std::vector<std::string>& keys) {
+  return std::ranges::any_of(keys, [](const std::string& key) {
+    return key == "model.embed_tokens.weight" || key == "transformer.wte.weight";
+  });
+}
+
 // Why no pack fits, beyond what single packs say.
 std::string OtherReasons(const std::string& family, const std::string& type,
                          const std::vector<NameRules>& packs,
@@ -105,17 +113,14 @@ std::string OtherReasons(const std::string& family, const std::string& type,
   } else if (!type.empty() && !family.empty() && type != family) {
     text += "; the model_type of its config.json is " + type;
   }
-  const bool is_hugging_face = std::ranges::any_of(keys, [](const std::string& key) {
-    return key == "model.embed_tokens.weight" || key == "transformer.wte.weight";
-  });
-  if (is_hugging_face) text += "; its names are those of Hugging Face already";
+  if (IsHuggingFace(keys)) text += "; its names are those of Hugging Face already";
   return text;
 }
 
 // From a trainer's layout to Hugging Face names.
 Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& map,
-                                const std::string& family, const std::vector<NameRules>& packs) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys, KeysOf(source));
+                                const std::string& family, const std::vector<NameRules>& packs,
+                                const std::vector<std::string>& keys) {
   const ForeignLoss* const unknown = UnknownLoss(source);
   if (unknown != nullptr && (map.from.empty() || family.empty())) {
     return Status(Code::kDataLoss,
@@ -156,7 +161,7 @@ Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& m
                      fitting[0]->family + ", or the layout");
 }
 
-// From Hugging Face names to a trainer's layout.
+// From Hugging Face names to a trainer's layout. Numbers of `map` are not added.
 Result<NameRules> FromHuggingFace(const NameMap& map, const std::string& layout,
                                   const std::string& family, const std::vector<NameRules>& packs) {
   // "megatron@layers": one tensor for each layer.
@@ -174,9 +179,7 @@ Result<NameRules> FromHuggingFace(const NameMap& map, const std::string& layout,
     if (!type.empty() && type != family && family != kAnyFamily) {
       return BadPackName("the model_type of its config.json is " + type + ", and not " + family);
     }
-    NameRules chosen = pack;
-    TENSORMOUNT_RETURN_IF_ERROR(chosen.AddGiven(map));
-    return chosen.Inverse(layers);
+    return pack.Inverse(layers);
   }
   return BadPackName("there are no rules for " + map.as + "; known are " +
                      std::string(kHuggingFace) + ", " + Listed(all));
@@ -200,18 +203,70 @@ std::string ModelConfigOf(const OpenedCheckpoint& source) {
   return NameRules::ModelTypeOf(text).empty() ? std::string() : text;
 }
 
-Result<std::shared_ptr<const NameRules>> ChooseRules(const OpenedCheckpoint& source,
-                                                     const NameMap& map) {
-  if (map.as.empty()) return NameRules::FromMap(map);
-  if (!map.rules.empty()) return BadPackName("rules and a name of known rules are given: give one");
-  const Result<std::vector<NameRules>>& packs = ParsedPacks();
-  TENSORMOUNT_RETURN_IF_ERROR(packs.status());
+// What the two maps from one trainer's layout to another's do with an optimizer's tensors, unless
+// the caller says so: a run goes on, so moments are kept. Weights that are kept with more precision
+// take the place of the model's if the other layout has no place for them.
+void ChooseSlots(const NameMap& map, const std::vector<std::string>& keys, NameRules& first,
+                 NameRules& second) {
+  const auto choose = [&](const char* name, std::int64_t value) {
+    if (map.numbers.contains(name)) return;
+    for (NameRules* rules : {&first, &second}) {
+      if (rules->numbers.contains(name)) rules->numbers[name] = value;
+    }
+  };
+  choose("moments", !first.slots.empty() && !second.slots.empty() ? 1 : 0);
+  if (first.layout == second.layout) {
+    choose("masters", 1);
+  } else {
+    choose("main", first.HasReplacing(keys) ? 1 : 0);
+  }
+}
+
+using Opened = std::shared_ptr<const OpenedCheckpoint>;
+
+Result<Opened> Mapped(Opened source, const NameRules& rules) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<OpenedCheckpoint> mapped,
+                               OpenedCheckpoint::Mapped(std::move(source), rules));
+  return Opened(std::move(mapped));
+}
+
+Result<Opened> ApplyMaps(Opened source, const NameRules& rules) {
+  for (const NameRules& first : rules.base) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(source, ApplyMaps(std::move(source), first));
+  }
+  return Mapped(std::move(source), rules);
+}
+
+// By packs: to Hugging Face names, from them, or from one trainer's layout to another's, which is
+// both. `before`: rules that were applied to `source` already.
+Result<Opened> ApplyPacks(Opened source, const NameMap& map, const NameRules& before) {
+  const Result<std::vector<NameRules>>& parsed = ParsedPacks();
+  TENSORMOUNT_RETURN_IF_ERROR(parsed.status());
+  const std::vector<NameRules>& packs = parsed.value();
   const auto [layout, family] = LayoutAndFamily(map.as);
-  TENSORMOUNT_ASSIGN_OR_RETURN(NameRules rules,
-                               layout == kHuggingFace
-                                   ? ToHuggingFace(source, map, family, packs.value())
-                                   : FromHuggingFace(map, layout, family, packs.value()));
-  return std::make_shared<const NameRules>(std::move(rules));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> keys, KeysOf(*source));
+  if (layout == kHuggingFace) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const NameRules rules,
+                                 ToHuggingFace(*source, map, family, packs, keys));
+    TENSORMOUNT_RETURN_IF_ERROR(NameRules::CheckGiven(map, {&before, &rules}));
+    return Mapped(std::move(source), rules);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(NameRules back, FromHuggingFace(map, layout, family, packs));
+  TENSORMOUNT_RETURN_IF_ERROR(back.AddGiven(map));
+  const bool is_trained = std::ranges::any_of(
+      packs, [&](const NameRules& pack) { return MisfitOf(pack, keys).empty(); });
+  if (map.from == kHuggingFace || (map.from.empty() && (IsHuggingFace(keys) || !is_trained))) {
+    TENSORMOUNT_RETURN_IF_ERROR(NameRules::CheckGiven(map, {&before, &back}));
+    return Mapped(std::move(source), back);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(NameRules rules, ToHuggingFace(*source, map, family, packs, keys));
+  TENSORMOUNT_RETURN_IF_ERROR(NameRules::CheckGiven(map, {&before, &rules, &back}));
+  ChooseSlots(map, keys, rules, back);
+  TENSORMOUNT_ASSIGN_OR_RETURN(Opened named, Mapped(std::move(source), rules));
+  for (const auto& [name, number] : named->binding()->rules().numbers) {
+    if (back.sources.contains(name)) back.numbers.emplace(name, number);
+  }
+  return Mapped(std::move(named), back);
 }
 
 }  // namespace
@@ -221,11 +276,14 @@ Result<std::shared_ptr<const OpenedCheckpoint>> ApplyNames(
   if (map.empty()) return source;
   NameMap given = map;
   if (!given.as.empty() && given.config.empty()) given.config = ModelConfigOf(*source);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const NameRules> rules,
-                               ChooseRules(*source, given));
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<OpenedCheckpoint> mapped,
-                               OpenedCheckpoint::Mapped(std::move(source), *rules));
-  return std::shared_ptr<const OpenedCheckpoint>(std::move(mapped));
+  NameRules before;
+  if (!given.rules.empty()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const NameRules> rules,
+                                 NameRules::FromMap(given));
+    before = *rules;
+    TENSORMOUNT_ASSIGN_OR_RETURN(source, ApplyMaps(std::move(source), before));
+  }
+  return given.as.empty() ? source : ApplyPacks(std::move(source), given, before);
 }
 
 }  // namespace tensormount

@@ -25,8 +25,9 @@ struct RulePack {
 // All packs, in the order of their names.
 std::span<const RulePack> RulePacks();
 
-// The checkpoint as a name map shows it, by NameMap::rules or by the pack that NameMap::as names
-// and the checkpoint's keys fit, lost ones included; `source` itself if `map` is empty.
+// The checkpoint as a name map shows it: by NameMap::rules, and then by the packs that NameMap::as
+// names and the checkpoint's keys fit, lost ones included; `source` itself if `map` is empty. From
+// one trainer's layout to another's there are two packs, through the names of Hugging Face.
 // kInvalidArgument: an unknown name, no pack fits, or several do (the message names them).
 // kDataLoss: the keys that choose a pack may be lost. Also the errors of OpenedCheckpoint::Mapped.
 Result<std::shared_ptr<const OpenedCheckpoint>> ApplyNames(

@@ -29,8 +29,10 @@ class NameBinding;
 class ProvenRanges;
 class ProvingRead;
 struct ByteHull;
+struct CellTerm;
 struct ForeignBase;
 struct ForeignInventory;
+struct MappedTensor;
 struct NameRules;
 
 // Which of the bytes that are read are compared with hashes.
@@ -97,14 +99,18 @@ class OpenedCheckpoint {
                                                                const Options& options);
   // A checkpoint as a name map shows it (docs/mapping.md): index() has the mapped tensors, and
   // reads of them read the stored tensors of `source`. Files, objects' bytes, common values,
-  // warnings, proven ranges and the path are those of `source`. Errors as for NameBinding::Bind;
-  // kUnsupported if `source` is mapped itself.
+  // warnings, proven ranges and the path are those of `source`, which may be mapped itself. Errors
+  // as for NameBinding::Bind; kUnsupported: a rule uses a tensor of a mapped `source` of which
+  // cells are zeros.
   static Result<std::shared_ptr<OpenedCheckpoint>> Mapped(
       std::shared_ptr<const OpenedCheckpoint> source, const NameRules& rules);
   ~OpenedCheckpoint();
 
-  // The index of the checkpoint as it is stored: index(), unless a name map is applied.
-  const CheckpointIndex& stored_index() const { return source_ ? *source_->index_ : *index_; }
+  // The checkpoint as it is stored: this one, unless a name map is applied.
+  const OpenedCheckpoint& stored() const { return source_ ? source_->stored() : *this; }
+  const CheckpointIndex& stored_index() const { return *stored().index_; }
+  // The checkpoint to which the name map is applied, which may be mapped itself; null if none is.
+  const OpenedCheckpoint* source() const { return source_.get(); }
   // Whether the bytes of a tensor are stored with hashes. False for foreign formats, and for
   // tensors without bytes. Errors as for Extents.
   Result<bool> HasHashes(const TensorEntry& tensor) const;
@@ -113,13 +119,18 @@ class OpenedCheckpoint {
   // The stored key of which tensor number `ordinal` is another name; empty for a tensor that is put
   // together from parts of others. Its own key if no name map is applied.
   Result<std::string> StoredKeyOf(std::uint32_t ordinal) const;
-  // How the name map was applied; null if none is.
+  // How the name map was applied to source(); null if none is.
   const NameBinding* binding() const { return binding_.get(); }
   // The keys of the stored tensors that have bytes of tensor number `ordinal`, at most `most`; its
   // own key if no name map is applied.
   Result<std::vector<std::string>> StoredKeysOf(std::uint32_t ordinal, std::size_t most) const;
   // The stored key of the object `key`.
   std::string StoredObjectKey(const std::string& key) const;
+  // What the name maps call something stored that has a key and no cells (NameRules::NameOf).
+  // Empty: it is left out.
+  std::string ShownNameOf(std::string stored_key) const;
+  // Whether the name maps leave out the stored tensor, or the other thing, `stored_key`.
+  bool LeavesOut(const std::string& stored_key) const;
   FileSystem& fs() const { return *fs_; }
   const std::string& directory() const { return directory_; }
   // Path for opening a checkpoint's own files. Valid while this object lives, even after a rename.
@@ -245,6 +256,15 @@ class OpenedCheckpoint {
                                                         PlannedRead& planned) const;
   // The same functions for a mapped checkpoint (mapped_read.cc).
   Result<PlannedRead> PlanMapped(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
+  Result<std::vector<std::vector<PlacedBox>>> AddMappedChunks(const TensorEntry& tensor,
+                                                              const ByteHull& hull,
+                                                              PlannedRead& planned) const;
+  // For each stored tensor that holds cells of `wanted`, boxes over the names of `term`: adds its
+  // chunks to `planned`, and calls fn(tensor, parts of `wanted`, number of its first chunk, places
+  // of its chunks' bytes as boxes over the names). Stops at the first error.
+  template <typename Fn>
+  Status AddStored(const MappedTensor& mapped, const CellTerm& term,
+                   std::span<const PlacedBox> wanted, PlannedRead& planned, Fn fn) const;
   Status PrepareMapped(const TensorEntry& tensor) const;
   Result<std::optional<ExtentLookup::FileRun>> MappedFileRun(const TensorEntry& tensor) const;
   // The stored tensor of which `tensor` is another name; kNotFound if it is not whole.

@@ -302,6 +302,7 @@ Status OpenedCheckpoint::Prepare(const TensorEntry& tensor) const {
 // with the hull (if elements are whole bytes), and only rows that may meet the hull are decoded.
 Result<std::vector<std::vector<PlacedBox>>> OpenedCheckpoint::AddChunks(
     const TensorEntry& tensor, const ByteHull& hull, PlannedRead& planned) const {
+  if (binding_) return AddMappedChunks(tensor, hull, planned);
   const TensorMeta& meta = tensor.meta;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
   const bool axes_agree = meta.bits() % 8 == 0;
@@ -367,7 +368,7 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
   stats.bytes_wanted += planned.bytes;
   for (const PlacedBox& zeros : planned.zeros) FillWithZeros(zeros, base);
-  const OpenedCheckpoint& stored = source_ ? *source_ : *this;
+  const OpenedCheckpoint& stored = this->stored();
   // Parts in coordinates of names have no digest of their own, so it is computed from what arrived.
   const bool of_parts = digest != nullptr && !planned.in_names;
   const auto read = [&](ReadVerify how, ProvingRead* once) {
@@ -671,7 +672,7 @@ Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
   ProvingRead once(*proven_);
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
   if (!planned.zeros.empty()) return mapped;
-  const OpenedCheckpoint& stored = source_ ? *source_ : *this;
+  const OpenedCheckpoint& stored = this->stored();
   std::vector<Run> runs;
   for (const CopyPlan::Part& part : planned.parts) {
     if (part.copy.runs() > kMaxRuns - runs.size()) return mapped;

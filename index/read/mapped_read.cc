@@ -101,13 +101,32 @@ std::vector<ForeignLoss> ShownLosses(const std::vector<ForeignLoss>& losses,
   return shown;
 }
 
+// Fails if `outer`, a name map over that of `inner`, needs cells that `inner` fills with zeros:
+// they are in no chunk.
+Status CheckNoZeros(const NameBinding& inner, const NameBinding& outer) {
+  for (std::uint32_t t = 0; t < outer.size(); ++t) {
+    if (outer.WholeSource(t)) continue;
+    for (const MappedTensor::Source& source : outer.At(t).sources) {
+      for (const std::uint32_t ordinal : source.ordinals) {
+        if (inner.WholeSource(ordinal)) continue;
+        const auto terms = inner.At(ordinal).terms;
+        if (std::ranges::all_of(terms, [](const CellTerm& term) { return term.from.has_value(); }))
+          continue;
+        return Status(Code::kUnsupported,
+                      "name map: tensor " + outer.key(t) + " would be made of " +
+                          inner.key(ordinal) +
+                          ", which another name map fills with zeros in part: import the "
+                          "checkpoint under the first names");
+      }
+    }
+  }
+  return Status();
+}
+
 }  // namespace
 
 Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Mapped(
     std::shared_ptr<const OpenedCheckpoint> source, const NameRules& rules) {
-  if (source->source_) {
-    return Status(Code::kUnsupported, source->directory_ + ": a name map is applied already");
-  }
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
   std::vector<std::string> lost;
   for (const ForeignLoss& loss : source->lost_) {
@@ -124,6 +143,9 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Mapped(
                   why + "; data of the checkpoint are lost: " + source->lost_.front().ToString());
   }
   TENSORMOUNT_RETURN_IF_ERROR(binding.status());
+  if (source->binding_) {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckNoZeros(*source->binding_, *binding.value()));
+  }
   opened->binding_ = std::move(binding).value();
   TENSORMOUNT_ASSIGN_OR_RETURN(
       opened->index_,
@@ -167,17 +189,23 @@ Result<bool> OpenedCheckpoint::HasHashes(const TensorEntry& tensor) const {
 }
 
 Result<std::string> OpenedCheckpoint::StoredKeyOf(std::uint32_t ordinal) const {
-  std::optional<std::uint32_t> stored = ordinal;
-  if (binding_) stored = binding_->WholeSource(ordinal);
-  if (!stored) return std::string();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, stored_index().At(*stored));
+  if (binding_) {
+    const std::optional<std::uint32_t> whole = binding_->WholeSource(ordinal);
+    return whole ? source_->StoredKeyOf(*whole) : std::string();
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index_->At(ordinal));
   return entry.meta.key();
 }
 
 Result<std::vector<std::string>> OpenedCheckpoint::StoredKeysOf(std::uint32_t ordinal,
                                                                 std::size_t most) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string whole, StoredKeyOf(ordinal));
-  if (!whole.empty()) return std::vector<std::string>{whole};
+  if (!binding_) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::string own, StoredKeyOf(ordinal));
+    return std::vector<std::string>{std::move(own)};
+  }
+  if (const auto whole = binding_->WholeSource(ordinal)) {
+    return source_->StoredKeysOf(*whole, most);
+  }
   std::vector<std::string> keys;
   const MappedTensor mapped = binding_->At(ordinal);
   std::vector<bool> used(mapped.sources.size());
@@ -187,9 +215,13 @@ Result<std::vector<std::string>> OpenedCheckpoint::StoredKeysOf(std::uint32_t or
   for (std::size_t s = 0; s < used.size(); ++s) {
     if (!used[s]) continue;
     for (const std::uint32_t stored : mapped.sources[s].ordinals) {
-      if (keys.size() == most) return keys;
-      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, source_->index_->At(stored));
-      keys.push_back(entry.meta.key());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> more,
+                                   source_->StoredKeysOf(stored, most));
+      for (const std::string& key : more) {
+        if (keys.size() == most) return keys;
+        // Tensors of a name map below this one may be made of the same stored ones.
+        if (std::ranges::find(keys, key) == keys.end()) keys.push_back(key);
+      }
     }
   }
   return keys;
@@ -198,7 +230,21 @@ Result<std::vector<std::string>> OpenedCheckpoint::StoredKeysOf(std::uint32_t or
 std::string OpenedCheckpoint::StoredObjectKey(const std::string& key) const {
   if (!binding_) return key;
   const auto stored = binding_->objects().find(key);
-  return stored == binding_->objects().end() ? key : stored->second;
+  return source_->StoredObjectKey(stored == binding_->objects().end() ? key : stored->second);
+}
+
+std::string OpenedCheckpoint::ShownNameOf(std::string stored_key) const {
+  if (!binding_) return stored_key;
+  std::string name = source_->ShownNameOf(std::move(stored_key));
+  return name.empty() ? name : binding_->rules().NameOf(name);
+}
+
+// A tensor that a rule with axes uses has no name of its own. It counts as shown.
+bool OpenedCheckpoint::LeavesOut(const std::string& stored_key) const {
+  if (!binding_) return false;
+  const std::string name = source_->ShownNameOf(stored_key);
+  if (name.empty()) return source_->LeavesOut(stored_key);
+  return !binding_->rules().Splits(name) && binding_->rules().NameOf(name).empty();
 }
 
 // Makes the lookups of all stored tensors. A stack of many tensors makes more than the cache keeps;
@@ -217,13 +263,83 @@ Status OpenedCheckpoint::PrepareMapped(const TensorEntry& tensor) const {
   return Status();
 }
 
+template <typename Fn>
+Status OpenedCheckpoint::AddStored(const MappedTensor& mapped, const CellTerm& term,
+                                   std::span<const PlacedBox> wanted, PlannedRead& planned,
+                                   Fn fn) const {
+  const int names = term.extents.rank();
+  const Box hull = BoundingBox(wanted);
+  const auto add = [&](std::span<const std::int64_t> indices, std::uint32_t ordinal) -> Status {
+    Box limits = hull;
+    for (std::size_t i = 0; i < indices.size(); ++i) {
+      limits = BoxAccess::WithAxis(limits, term.from->in_key[i], indices[i], 1);
+    }
+    const std::vector<PlacedBox> here = PartsWithin(wanted, limits);
+    if (here.empty()) return Status();
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, source_->index_->At(ordinal));
+    const TensorEntry& stored = planned.mapped.emplace_back(std::move(entry));
+    const PlacedBox need{term.from->Unfold(BoundingBox(here)), 0, Dims()};
+    const Dims byte_shape = ByteShape(stored.meta.dtype(), stored.meta.shape());
+    const auto first = static_cast<std::uint32_t>(planned.chunks.size());
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::vector<std::vector<PlacedBox>> placed,
+        source_->AddChunks(stored, HullOf(std::span(&need, 1), byte_shape), planned));
+    std::vector<std::vector<PlacedBox>> folded(placed.size());
+    for (std::size_t c = 0; c < placed.size(); ++c) {
+      for (const PlacedBox& box : placed[c]) term.from->Fold(box, indices, names, folded[c]);
+    }
+    return fn(stored, here, first, folded);
+  };
+  return ForEachStored(mapped.sources[term.source], term.from->in_key, hull, add);
+}
+
+// For a name map over this one: the chunks' places in a mapped tensor of this one.
+Result<std::vector<std::vector<PlacedBox>>> OpenedCheckpoint::AddMappedChunks(
+    const TensorEntry& tensor, const ByteHull& hull, PlannedRead& planned) const {
+  if (binding_->WholeSource(tensor.ordinal)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, WholeSourceOf(tensor));
+    const TensorEntry& stored = planned.mapped.emplace_back(std::move(entry));
+    return source_->AddChunks(stored, hull, planned);
+  }
+  std::vector<std::vector<PlacedBox>> placed;
+  PlacedBox want;
+  Dims extent = hull.end;
+  for (int a = 0; a < extent.rank(); ++a) extent[a] -= hull.begin[a];
+  want.box = BoxAccess::Make(hull.begin, extent);
+  want.strides = Dims::Filled(extent.rank(), 0);
+  const MappedTensor mapped = binding_->At(tensor.ordinal);
+  for (const CellTerm& term : mapped.terms) {
+    std::vector<PlacedBox> wanted;
+    term.to.Fold(want, mapped.key.span(), term.extents.rank(), wanted);
+    if (wanted.empty() || !term.from) continue;  // CheckNoZeros: every term has a source.
+    const auto place = [&](const TensorEntry&, const std::vector<PlacedBox>& here, std::uint32_t,
+                           const std::vector<std::vector<PlacedBox>>& folded) -> Status {
+      for (const std::vector<PlacedBox>& boxes : folded) {
+        std::vector<PlacedBox>& chunk = placed.emplace_back();
+        for (const PlacedBox& box : boxes) {
+          for (const PlacedBox& part : here) {
+            const Box both = Intersect(box.box, part.box);
+            if (both.empty()) continue;
+            TENSORMOUNT_RETURN_IF_ERROR(term.to.Place(PartOfPlaced(box, both), chunk));
+          }
+        }
+      }
+      return Status();
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(AddStored(mapped, term, wanted, planned, place));
+  }
+  return placed;
+}
+
 Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanMapped(
     const TensorEntry& tensor, std::span<const PlacedBox> want) const {
   if (binding_->WholeSource(tensor.ordinal)) {
     TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry stored, WholeSourceOf(tensor));
     TENSORMOUNT_ASSIGN_OR_RETURN(PlannedRead planned, source_->PlanRead(stored, want));
+    const TensorMeta* const moved = &stored.meta;
     planned.mapped.push_back(std::move(stored));
-    for (const TensorMeta*& meta : planned.stored) meta = &planned.mapped.back().meta;
+    std::ranges::replace(planned.stored, moved,
+                         static_cast<const TensorMeta*>(&planned.mapped.back().meta));
     return planned;
   }
   PlannedRead planned;
@@ -238,26 +354,9 @@ Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanMapped(
       planned.zeros.insert(planned.zeros.end(), wanted.begin(), wanted.end());
       continue;
     }
-    const Box hull = BoundingBox(wanted);
-    const auto add = [&](std::span<const std::int64_t> indices, std::uint32_t ordinal) -> Status {
-      Box limits = hull;
-      for (std::size_t i = 0; i < indices.size(); ++i) {
-        limits = BoxAccess::WithAxis(limits, term.from->in_key[i], indices[i], 1);
-      }
-      const std::vector<PlacedBox> here = PartsWithin(wanted, limits);
-      if (here.empty()) return Status();
-      TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, source_->index_->At(ordinal));
-      const TensorEntry& stored = planned.mapped.emplace_back(std::move(entry));
-      const PlacedBox need{term.from->Unfold(BoundingBox(here)), 0, Dims()};
-      const Dims byte_shape = ByteShape(stored.meta.dtype(), stored.meta.shape());
-      const auto first = static_cast<std::uint32_t>(planned.chunks.size());
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          const std::vector<std::vector<PlacedBox>> placed,
-          source_->AddChunks(stored, HullOf(std::span(&need, 1), byte_shape), planned));
-      std::vector<std::vector<PlacedBox>> folded(placed.size());
-      for (std::size_t c = 0; c < placed.size(); ++c) {
-        for (const PlacedBox& box : placed[c]) term.from->Fold(box, indices, names, folded[c]);
-      }
+    const auto copy = [&](const TensorEntry& stored, const std::vector<PlacedBox>& here,
+                          std::uint32_t first,
+                          const std::vector<std::vector<PlacedBox>>& folded) -> Status {
       Result<CopyPlan> plan = CopyPlan::Make(here, folded);
       if (!plan.ok()) {
         return plan.status().WithContext("tensor " + tensor.meta.key() + ", from tensor " +
@@ -271,8 +370,7 @@ Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanMapped(
       }
       return Status();
     };
-    TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachStored(mapped.sources[term.source], term.from->in_key, hull, add));
+    TENSORMOUNT_RETURN_IF_ERROR(AddStored(mapped, term, wanted, planned, copy));
   }
   return planned;
 }

@@ -110,6 +110,7 @@ class Binder {
       : index_(index), rules_(rules), lost_(lost), binding_(new NameBinding) {}
 
   Result<std::shared_ptr<const NameBinding>> Run() {
+    TENSORMOUNT_RETURN_IF_ERROR(rules_.ExpandSlots());
     TENSORMOUNT_RETURN_IF_ERROR(rules_.FindNumbers(index_));
     TENSORMOUNT_RETURN_IF_ERROR(SelectRules());
     TENSORMOUNT_RETURN_IF_ERROR(MatchTensors());
@@ -242,7 +243,13 @@ class Binder {
       }
       for (std::size_t s = 0; s < rule.from.size(); ++s) {
         const auto captures = rule.from[s].key.Match(key);
-        if (captures) return AddMatch(r, s, *captures, entry);
+        if (!captures) continue;
+        if (rule.kind == NameRule::Kind::kReplaced) {
+          used_[rule.replaces] = true;
+          return CheckReplaced(rule, key);
+        }
+        TENSORMOUNT_RETURN_IF_ERROR(CheckSlot(rule, entry));
+        return AddMatch(r, s, *captures, entry);
       }
     }
     switch (rules_.others) {
@@ -257,6 +264,32 @@ class Binder {
                   "; a rule {\"drop\": …} leaves tensors out, and \"others\" says what happens to "
                   "the rest")
         .With({.key = key});
+  }
+
+  // Fails unless a slot takes the place of the tensor `key`, which is left out.
+  Status CheckReplaced(const NameRule& rule, const std::string& key) const {
+    for (const NameRule::SlotKey& form : rule.slot) {
+      const Result<TensorEntry> found = index_.Find(form.before + key + form.after);
+      if (found.ok()) return {};
+      if (found.status().code() != Code::kNotFound) return found.status();
+    }
+    const NameRule::SlotKey& form = rule.slot[0];
+    return BadMapRule(rule, form.before + key + form.after + " is to take the place of " + key +
+                                ", and is not stored");
+  }
+
+  // A tensor of a slot has the shape of the tensor to which it belongs, if that is stored.
+  Status CheckSlot(const NameRule& rule, const TensorEntry& entry) const {
+    if (rule.slot.empty()) return {};
+    const std::string& key = entry.meta.key();
+    const std::size_t begin = rule.slot[0].before.size();
+    const std::string of = key.substr(begin, key.size() - begin - rule.slot[0].after.size());
+    const Result<TensorEntry> found = index_.Find(of);
+    if (found.status().code() == Code::kNotFound) return {};
+    TENSORMOUNT_RETURN_IF_ERROR(found.status());
+    if (found.value().meta.shape() == entry.meta.shape()) return {};
+    return BadMapRule(rule, key + " has shape " + entry.meta.shape().ToString() + ", but " + of +
+                                " has " + found.value().meta.shape().ToString());
   }
 
   Status AddTarget(NameBinding::Target target, const std::string& from) {
@@ -326,7 +359,7 @@ class Binder {
     if (!applies_[r] || rule.kind != NameRule::Kind::kAxes) return Status();
     const bool other_form = rule.second_form && used_[r - 1];
     const bool second_follows = r + 1 < rules_.rules.size() && rules_.rules[r + 1].second_form;
-    used_[r] = !matches_[r].empty();
+    used_[r] = used_[r] || !matches_[r].empty();
     if (!used_[r] && !rule.optional && !other_form && !second_follows && !lost_rules_.contains(r)) {
       return Status(Code::kNotFound, "name map: " + rule.position + " needs " +
                                          rule.from[0].key.text() +

@@ -171,6 +171,65 @@ Result<std::map<std::string, SizeFormula>> ParseSizes(const Json& json) {
   return sizes;
 }
 
+Result<std::map<std::string, std::int64_t>> ParseWhen(const Json& json) {
+  if (!json.is_object()) return BadField("\"when\" must be an object");
+  std::map<std::string, std::int64_t> when;
+  for (const auto& [number, expected] : json.items()) {
+    if (!expected.is_number_integer()) return BadField("\"when\": the values must be integers");
+    when.emplace(number, expected.get<std::int64_t>());
+  }
+  return when;
+}
+
+constexpr std::string_view kSlotKey = "{key}";
+
+// A key of a slot, with "{key}" once.
+Result<std::string> ParseSlotKey(const Json& json, const std::string& field) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, StringOf(json, field));
+  const std::size_t at = text.find(kSlotKey);
+  if (at == std::string::npos || text.find(kSlotKey, at + 1) != std::string::npos) {
+    return BadField("\"" + text + "\" must have {key} once");
+  }
+  if (text.find_first_of("{}", at + kSlotKey.size()) != std::string::npos ||
+      text.find_first_of("{}") != at) {
+    return BadField("\"" + text + "\" has other braces than {key}");
+  }
+  return text;
+}
+
+Result<NameRules::Slot> ParseSlot(const Json& json) {
+  if (!json.is_object()) return BadField("expected an object");
+  NameRules::Slot slot;
+  for (const auto& [name, value] : json.items()) {
+    if (name == "from") {
+      for (const Json& form : value.is_array() ? value : Json::array({value})) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(slot.from.emplace_back(), ParseSlotKey(form, name));
+        if (slot.from.back() == kSlotKey) return BadField("\"from\" is the tensor itself");
+      }
+    } else if (name == "to") {
+      TENSORMOUNT_ASSIGN_OR_RETURN(slot.to, ParseSlotKey(value, name));
+    } else if (name == "when") {
+      TENSORMOUNT_ASSIGN_OR_RETURN(slot.when, ParseWhen(value));
+    } else {
+      return BadField("unknown field \"" + name + "\"");
+    }
+  }
+  if (slot.from.empty()) return BadField("\"from\" is missing");
+  if (slot.to.empty()) return BadField("\"to\" is missing");
+  return slot;
+}
+
+// `text` with the key pattern of a tensor instead of "{key}".
+std::string SlotKeyOf(const std::string& text, const KeyPattern& key) {
+  const std::size_t at = text.find(kSlotKey);
+  return text.substr(0, at) + key.text() + text.substr(at + kSlotKey.size());
+}
+
+NameRule::SlotKey SplitSlotKey(const std::string& text) {
+  const std::size_t at = text.find(kSlotKey);
+  return {text.substr(0, at), text.substr(at + kSlotKey.size())};
+}
+
 std::set<std::string> CapturesOf(const NameRule::Side& side) {
   std::set<std::string> names;
   for (const KeyPattern::Capture& capture : side.key.captures()) names.insert(capture.name);
@@ -236,11 +295,15 @@ Result<NameRule> ParseRule(const Json& json) {
       if (!value.is_boolean()) return BadField("\"optional\" must be true or false");
       rule.optional = value.get<bool>();
     } else if (name == "when") {
-      if (!value.is_object()) return BadField("\"when\" must be an object");
-      for (const auto& [number, expected] : value.items()) {
-        if (!expected.is_number_integer()) return BadField("\"when\": the values must be integers");
-        rule.when.emplace(number, expected.get<std::int64_t>());
+      TENSORMOUNT_ASSIGN_OR_RETURN(rule.when, ParseWhen(value));
+    } else if (name == "back") {
+      if (!value.is_boolean()) return BadField("\"back\" must be true or false");
+      rule.back = value.get<bool>();
+    } else if (name == "slots" && !alias) {
+      if (value != "only" && value != "none") {
+        return BadField("\"slots\" must be \"only\" or \"none\"");
       }
+      rule.slots = value == "only" ? NameRule::Slots::kOnly : NameRule::Slots::kNone;
     } else if (name == "sizes" && !alias) {
       TENSORMOUNT_ASSIGN_OR_RETURN(rule.sizes, ParseSizes(value));
     } else if (name == "unused" && !alias) {
@@ -279,7 +342,12 @@ Result<NameRule> RuleFromJson(const Json& json) {
     return ParseRule(json);
   }
   NameRule rule;
-  TENSORMOUNT_ASSIGN_OR_RETURN(rule.keys, KeyRuleFromJson(json));
+  Json keys = json;
+  if (const auto when = keys.find("when"); when != keys.end()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(rule.when, ParseWhen(*when));
+    keys.erase(when);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(rule.keys, KeyRuleFromJson(keys));
   return rule;
 }
 
@@ -395,20 +463,35 @@ Result<NameRules> NameRules::FromJson(std::string_view json) {
   const std::string text = list ? "{\"rules\":" + std::string(json) + "}" : std::string(json);
   Result<Json> parsed = ParseStrictJson(text);
   if (!parsed.ok()) return BadNameMap(parsed.status().message());
+  return FromParsed(list ? parsed.value()["rules"] : parsed.value(), LinesOfRules(json), 0);
+}
 
+// `lines`: where the rules begin; empty if that is not known. `depth`: number of maps around it.
+Result<NameRules> NameRules::FromParsed(const Json& json, const std::vector<std::size_t>& lines,
+                                        int depth) {
+  const bool list = json.is_array();
+  if (!list && !json.is_object()) return BadNameMap("expected a list of rules, or an object");
   NameRules rules;
   if (!list) {
     rules.others = Others::kRefuse;
-    const auto version = parsed.value().find("version");
-    if (version == parsed.value().end()) return BadNameMap("\"version\" is missing");
+    const auto version = json.find("version");
+    if (version == json.end()) return BadNameMap("\"version\" is missing");
     if (*version != 1) {
       return Status(Code::kUnsupported, "name map: version " + version->dump() +
                                             " is not known to this program, which knows 1");
     }
   }
-  const Json* entries = nullptr;
-  for (const auto& [name, value] : parsed.value().items()) {
-    if (name == "rules") {
+  const Json* entries = list ? &json : nullptr;
+  const Json none = Json::object();
+  for (const auto& [name, value] : (list ? none : json).items()) {
+    if (name == "base") {
+      if (depth == kMaxBases) {
+        return BadNameMap("more than " + std::to_string(kMaxBases) + " maps in one another");
+      }
+      Result<NameRules> base = FromParsed(value, {}, depth + 1);
+      if (!base.ok()) return base.status().WithContext("\"base\"");
+      rules.base.push_back(std::move(base).value());
+    } else if (name == "rules") {
       if (!value.is_array()) return BadNameMap("\"rules\" must be a list");
       entries = &value;
     } else if (name == "others") {
@@ -451,6 +534,20 @@ Result<NameRules> NameRules::FromJson(std::string_view json) {
           TENSORMOUNT_ASSIGN_OR_RETURN(rules.needs.back().emplace_back(), StringOf(form, name));
         }
       }
+    } else if (name == "slots") {
+      if (!value.is_array()) return BadNameMap("\"slots\" must be a list");
+      std::size_t forms = 0;
+      for (const Json& one : value) {
+        const std::string position = "slots[" + std::to_string(rules.slots.size()) + "]";
+        Result<Slot> slot = ParseSlot(one);
+        if (!slot.ok()) return slot.status().WithContext("name map: " + position);
+        forms += slot.value().from.size();
+        if (forms > kMaxSlots) {
+          return BadNameMap("more than " + std::to_string(kMaxSlots) + " slots");
+        }
+        slot.value().position = position;
+        rules.slots.push_back(std::move(slot).value());
+      }
     } else if (name == "family" || name == "layout") {
       TENSORMOUNT_ASSIGN_OR_RETURN((name == "family" ? rules.family : rules.layout),
                                    StringOf(value, name));
@@ -465,7 +562,6 @@ Result<NameRules> NameRules::FromJson(std::string_view json) {
   if (entries->size() > kMaxRules) {
     return BadNameMap("more than " + std::to_string(kMaxRules) + " rules");
   }
-  const std::vector<std::size_t> lines = LinesOfRules(json);
   for (std::size_t i = 0; i < entries->size(); ++i) {
     const std::string position =
         "rules[" + std::to_string(i) + "]" +
@@ -497,6 +593,7 @@ std::string NameRules::NameOf(std::string_view key) const {
   if (!r) return others == Others::kDrop ? std::string() : std::string(key);
   const NameRule& rule = rules[*r];
   if (rule.kind == NameRule::Kind::kKeys) return ApplyKeyRule(rule.keys, key)->name;
+  if (rule.kind == NameRule::Kind::kReplaced) return {};
   return rule.from[0].axes ? std::string() : RenamedBy(rule, *rule.from[0].key.Match(key));
 }
 
@@ -514,7 +611,7 @@ std::optional<std::size_t> NameRules::RuleFor(std::string_view key) const {
     });
     if (!applies) continue;
     if (rule.kind == NameRule::Kind::kKeys && ApplyKeyRule(rule.keys, key)) return r;
-    if (rule.kind != NameRule::Kind::kAxes) continue;
+    if (rule.kind == NameRule::Kind::kAlias) continue;
     for (const NameRule::Side& side : rule.from) {
       if (side.key.Match(key)) return r;
     }
@@ -526,6 +623,7 @@ Result<std::shared_ptr<const NameRules>> NameRules::FromMap(const NameMap& map) 
   if (map.rules.empty()) return std::shared_ptr<const NameRules>();
   TENSORMOUNT_ASSIGN_OR_RETURN(NameRules rules, FromJson(map.rules));
   TENSORMOUNT_RETURN_IF_ERROR(rules.AddGiven(map));
+  if (map.as.empty()) TENSORMOUNT_RETURN_IF_ERROR(CheckGiven(map, {&rules}));
   return std::make_shared<const NameRules>(std::move(rules));
 }
 
@@ -537,9 +635,13 @@ std::set<std::string> NameRules::NamesOfNumbers() const {
       names.insert(formula.names().begin(), formula.names().end());
     }
   };
+  for (const NameRules& first : base) names.merge(first.NamesOfNumbers());
   for (const auto& [name, number] : numbers) names.insert(name);
   for (const auto& [name, places] : sources) names.insert(name);
   add_formulas(sizes);
+  for (const Slot& slot : slots) {
+    for (const auto& [name, value] : slot.when) names.insert(name);
+  }
   for (const NameRule& rule : rules) {
     add_formulas(rule.sizes);
     for (const auto& [name, value] : rule.when) names.insert(name);
@@ -548,17 +650,25 @@ std::set<std::string> NameRules::NamesOfNumbers() const {
   return names;
 }
 
+Status NameRules::CheckGiven(const NameMap& map, std::initializer_list<const NameRules*> all) {
+  std::set<std::string> known;
+  for (const NameRules* rules : all) known.merge(rules->NamesOfNumbers());
+  for (const auto& [name, value] : map.numbers) {
+    if (known.contains(name)) continue;
+    std::string names;
+    for (const std::string& other : known) names += (names.empty() ? "" : ", ") + other;
+    return BadNameMap("no rule uses the number " + name + "; known are: " + names);
+  }
+  return {};
+}
+
 Status NameRules::AddGiven(const NameMap& map) {
-  const std::set<std::string> known = NamesOfNumbers();
+  for (NameRules& first : base) TENSORMOUNT_RETURN_IF_ERROR(first.AddGiven(map));
+  const std::set<std::string> own = NamesOfNumbers();
   for (const auto& [name, value] : map.numbers) {
     if (!AxisNames::IsName(name)) return BadNameMap("\"" + name + "\" is not the name of a number");
     if (value < 0) return BadNameMap("number " + name + " is negative");
-    if (!known.contains(name)) {
-      std::string all;
-      for (const std::string& other : known) all += (all.empty() ? "" : ", ") + other;
-      return BadNameMap("no rule uses the number " + name + "; known are: " + all);
-    }
-    numbers[name] = value;  // Instead of the file's.
+    if (own.contains(name)) numbers[name] = value;  // Instead of the file's.
   }
   if (!map.config.empty()) {
     Result<Json> json = ParseStrictJson(map.config);
@@ -587,6 +697,7 @@ NameRules NameRules::Inverse(bool layers) const {
     const bool has_second = r + 1 < rules.size() && rules[r + 1].second_form;
     if (rules[r].second_form ? !layers : layers && has_second) continue;
     NameRule rule = rules[r];
+    if (!rule.back) continue;
     rule.second_form = false;
     if (rule.kind == NameRule::Kind::kKeys) {
       if (rule.keys.kind == KeyMap::Rule::Kind::kDrop) continue;
@@ -607,7 +718,93 @@ NameRules NameRules::Inverse(bool layers) const {
     }
     inverse.rules.push_back(std::move(rule));
   }
+  // A slot that takes the place of its tensor has no inverse: two would come from one.
+  inverse.slots.clear();
+  for (const Slot& slot : slots) {
+    if (slot.to == kSlotKey) continue;
+    inverse.slots.push_back({{slot.to}, slot.from[0], slot.when, slot.position});
+  }
   return inverse;
+}
+
+// The rules of slots come first, because a rule that drops all of an optimizer's tensors may
+// follow.
+Status NameRules::ExpandSlots() {
+  std::vector<NameRule> expanded;
+  const auto only = std::stable_partition(rules.begin(), rules.end(), [](const NameRule& rule) {
+    return rule.slots != NameRule::Slots::kOnly;
+  });
+  const auto tensors = static_cast<std::size_t>(only - rules.begin());
+  // Calls fn(rule, position, slot) for each rule to which a slot applies, with "when" of both.
+  const auto for_each = [&](auto fn) -> Status {
+    for (const Slot& slot : slots) {
+      for (std::size_t r = 0; r < rules.size(); ++r) {
+        if (rules[r].kind != NameRule::Kind::kAxes) continue;
+        if (rules[r].slots == NameRule::Slots::kNone) continue;
+        NameRule made = rules[r];
+        made.position += ", " + slot.position;
+        bool possible = true;
+        for (const auto& [name, value] : slot.when) {
+          possible = possible && made.when.emplace(name, value).first->second == value;
+        }
+        if (possible) TENSORMOUNT_RETURN_IF_ERROR(fn(std::move(made), r, slot));
+      }
+    }
+    return Status();
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(for_each([&](NameRule rule, std::size_t, const Slot& slot) -> Status {
+    rule.optional = true;
+    rule.second_form = false;
+    const std::vector<NameRule::Side> from = rule.from;
+    for (NameRule::Side& side : rule.to) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(side.key, KeyPattern::Parse(SlotKeyOf(slot.to, side.key)));
+    }
+    for (const std::string& form : slot.from) {
+      rule.slot = {SplitSlotKey(form)};
+      for (std::size_t s = 0; s < from.size(); ++s) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(rule.from[s].key,
+                                     KeyPattern::Parse(SlotKeyOf(form, from[s].key)));
+      }
+      expanded.push_back(rule);
+    }
+    return Status();
+  }));
+  std::vector<NameRule> replacing;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      for_each([&](NameRule rule, std::size_t position, const Slot& slot) -> Status {
+        if (slot.to != kSlotKey || position >= tensors) return Status();
+        rule.kind = NameRule::Kind::kReplaced;
+        rule.replaces = position;
+        rule.slot.clear();
+        for (const std::string& form : slot.from) rule.slot.push_back(SplitSlotKey(form));
+        replacing.push_back(std::move(rule));
+        return Status();
+      }));
+  const std::size_t before = expanded.size() + replacing.size();
+  for (NameRule& rule : replacing) {
+    rule.replaces += before;
+    expanded.push_back(std::move(rule));
+  }
+  expanded.insert(expanded.end(), std::make_move_iterator(rules.begin()),
+                  std::make_move_iterator(only));
+  rules = std::move(expanded);
+  slots.clear();
+  return {};
+}
+
+bool NameRules::HasReplacing(const std::vector<std::string>& keys) const {
+  for (const Slot& slot : slots) {
+    if (slot.to != kSlotKey) continue;
+    for (const std::string& form : slot.from) {
+      const NameRule::SlotKey parts = SplitSlotKey(form);
+      if (std::ranges::any_of(keys, [&](const std::string& key) {
+            return key.starts_with(parts.before) && key.ends_with(parts.after);
+          })) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 Status NameRules::FindNumbers(const CheckpointIndex& index) {

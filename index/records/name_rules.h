@@ -3,6 +3,7 @@
 #define TENSORMOUNT_INDEX_RECORDS_NAME_RULES_H_
 
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,6 +32,8 @@ struct NameRule {
     kKeys,   // {"key" | "prefix" | "match" | "drop"}: renames or drops (tensormount/key_map.h)
     kAxes,   // {"from", "to"}: cells of stored tensors are cells of mapped tensors
     kAlias,  // {"alias", "of"}: a mapped tensor has one more name
+    // Tensors of `from` are left out, because others take their place (NameRules::Slot).
+    kReplaced,
   } kind = Kind::kKeys;
   std::string position;  // For messages: "rules[3] (line 12)".
   KeyMap::Rule keys;     // For kKeys.
@@ -49,9 +52,22 @@ struct NameRule {
   // Whether the rule may have no match, or, for an alias, a mapped tensor may have its name.
   bool optional = false;
   std::map<std::string, std::int64_t> when;  // The rule applies if all numbers have these values.
+  // Whether the rule is for the tensors themselves, for those of slots, or for both.
+  enum class Slots { kBoth, kOnly, kNone } slots = Slots::kBoth;
+  bool back = true;  // Whether the inverse has the rule.
   // Whether this is the second form of the rule before it, which the file has once, with brackets.
   // One of the two must match.
   bool second_form = false;
+
+  // What a stored key of a slot has before and after the key of its tensor. For kAxes: this rule
+  // is that of the slot. For kReplaced: the tensors that take the place; one of these forms must be
+  // stored.
+  struct SlotKey {
+    std::string before;
+    std::string after;
+  };
+  std::vector<SlotKey> slot;
+  std::size_t replaces = SIZE_MAX;  // For kReplaced: the position of the rule for these tensors.
 
   // The names of the axes of all sides.
   std::set<std::string> NamesOfAxes() const;
@@ -64,6 +80,8 @@ struct NameRule {
 // A list of rules that gives the tensors of a checkpoint other names, and puts them together from
 // parts of stored tensors. The first rule that matches a stored key applies. Immutable.
 struct NameRules {
+  // One name map that is applied first, or none. These rules apply to its result.
+  std::vector<NameRules> base;
   // What happens to tensors that no rule matches. Objects are kept with kKeep and kRefuse.
   enum class Others { kKeep, kDrop, kRefuse } others = Others::kKeep;
   std::map<std::string, SizeFormula> sizes;  // For all rules.
@@ -93,6 +111,16 @@ struct NameRules {
   std::map<std::string, std::string> counts;
   // Key patterns as rules have them, on either side: of each list one must have tensors.
   std::vector<std::vector<std::string>> needs;
+  // Tensors that belong to others and have their shapes, such as an optimizer's moments. Each rule
+  // with "from" and "to" applies to them, too. Texts have "{key}" for the key of the tensor.
+  struct Slot {
+    std::vector<std::string> from;  // Several forms; of a tensor, one is stored.
+    // "{key}" alone: the slot takes the place of the tensor itself.
+    std::string to;
+    std::map<std::string, std::int64_t> when;
+    std::string position;  // For messages: "slots[1]".
+  };
+  std::vector<Slot> slots;
   // A checkpoint has the layout if some key matches each pattern of `detect` and no key matches one
   // of `absent`. Several patterns in a row are forms of one, of which any may match.
   std::vector<std::vector<KeyPattern>> detect;
@@ -101,6 +129,10 @@ struct NameRules {
   // The rules from the mapped names back to the stored ones, with `layers` one tensor for each
   // layer where the file allows both. What these rules drop does not come back.
   NameRules Inverse(bool layers) const;
+  // Replaces `slots` by rules.
+  Status ExpandSlots();
+  // Whether one of `keys` is that of a slot that takes the place of its tensor.
+  bool HasReplacing(const std::vector<std::string>& keys) const;
   // Adds to `numbers` those that `sources` gives. kUnsupported: a guard does not hold.
   Status FindNumbers(const CheckpointIndex& index);
 
@@ -109,15 +141,20 @@ struct NameRules {
   static constexpr std::size_t kMaxRules = 1024;
   static constexpr std::size_t kMaxSides = 64;  // Of one side of a rule.
   static constexpr std::size_t kMaxSizes = 256;
+  static constexpr std::size_t kMaxSlots = 32;  // With all their forms.
+  static constexpr int kMaxBases = 3;           // One in another.
 
   // `json`: a list of rules, or an object with "version": 1 and "rules" (docs/mapping.md).
   // kInvalidArgument names the rule, its line and the field.
   static Result<NameRules> FromJson(std::string_view json);
-  // The rules and numbers of `map`; null if it is empty. kInvalidArgument: also a `config` that is
-  // not JSON, or has no "model_type" (OLMo-core writes another file of that name).
+  // The rules and numbers of `map`; null if it has no rules. kInvalidArgument: also a number that
+  // no rule uses, unless a pack is applied afterwards, and a `config` that is not JSON, or has no
+  // "model_type" (OLMo-core writes another file of that name).
   static Result<std::shared_ptr<const NameRules>> FromMap(const NameMap& map);
-  // Adds the numbers and the config of `map`. kInvalidArgument: also a number that no rule uses.
+  // Adds those numbers of `map` that the rules use, and its config, also to `base`.
   Status AddGiven(const NameMap& map);
+  // kInvalidArgument: `map` has a number that none of `all` uses.
+  static Status CheckGiven(const NameMap& map, std::initializer_list<const NameRules*> all);
   // The "model_type" of a config.json; empty if it is not that of a model.
   static std::string ModelTypeOf(std::string_view config);
 
@@ -131,9 +168,12 @@ struct NameRules {
   // Rules whose "when" does not hold for `numbers` are skipped.
   std::optional<std::size_t> RuleFor(std::string_view key) const;
 
- private:
-  // The names that `--set` may give a number.
+  // The names that `--set` may give a number, with those of `base`.
   std::set<std::string> NamesOfNumbers() const;
+
+ private:
+  static Result<NameRules> FromParsed(const nlohmann::json& json,
+                                      const std::vector<std::size_t>& lines, int depth);
 };
 
 }  // namespace tensormount

@@ -39,9 +39,15 @@ def options_of(json_text: Optional[bytes]) -> NameOptions:
     import json
 
     whole = json.loads(json_text)
-    if "as" not in whole:
+    if "as" not in whole and not isinstance(whole.get("rules"), dict):
         return {"names": whole}
-    return {"as_": whole["as"], "from_": whole.get("from"), "numbers": whole.get("numbers"), "config": whole.get("config")}
+    return {
+        "names": whole.get("rules"),
+        "as_": whole.get("as"),
+        "from_": whole.get("from"),
+        "numbers": whole.get("numbers"),
+        "config": whole.get("config"),
+    }
 
 
 def _json(
@@ -53,33 +59,35 @@ def _json(
 ) -> Optional[bytes]:
     import json  # Here, because few programs need it.
 
-    if names is not None and as_ is not None:
-        raise InvalidArgumentError("names and as_ are two ways to give names: use one")
-    if as_ is not None:
-        known: dict[str, Any] = {"as": as_, "numbers": _integers(numbers)}
-        if from_ is not None:
-            known["from"] = from_
-        if config is not None:
-            known["config"] = dict(config) if isinstance(config, Mapping) else _read_config(config)
-        return json.dumps(known).encode()
-    if names is None:
+    if names is None and as_ is None:
         if numbers or from_ is not None or config is not None:
             raise InvalidArgumentError("numbers, from_ and config need names or as_")
         return None
-    if isinstance(names, Mapping):
-        whole = dict(names)
-        if "as" in whole:
-            raise InvalidArgumentError("names is for rules; a name of known rules is as_")
-    else:
-        rules = [] if isinstance(names, (str, bytes)) else list(names)
-        if isinstance(names, (str, bytes)) or not all(isinstance(rule, Mapping) for rule in rules):
-            raise InvalidArgumentError(f"{names!r}: a list of rules was expected, each a dict, or a dict of version 1")
-        whole = {"version": 1, "others": "keep", "rules": [dict(rule) for rule in rules]}
-    if from_ is not None or config is not None:
-        raise InvalidArgumentError("from_ and config need as_")
+    if from_ is not None and as_ is None:
+        raise InvalidArgumentError("from_ needs as_")
+    whole: dict[str, Any] = {}
+    if names is not None:
+        whole["rules"] = _rules(names)
+    if as_ is not None:
+        whole["as"] = as_
     if numbers:
-        whole["numbers"] = {**(whole.get("numbers") or {}), **_integers(numbers)}
+        whole["numbers"] = _integers(numbers)
+    if from_ is not None:
+        whole["from"] = from_
+    if config is not None:
+        whole["config"] = dict(config) if isinstance(config, Mapping) else _read_config(config)
     return json.dumps(whole).encode()
+
+
+def _rules(names: Names) -> dict[str, Any]:
+    if isinstance(names, Mapping):
+        if "as" in names:
+            raise InvalidArgumentError("names is for rules; a name of known rules is as_")
+        return dict(names)
+    rules = [] if isinstance(names, (str, bytes)) else list(names)
+    if isinstance(names, (str, bytes)) or not all(isinstance(rule, Mapping) for rule in rules):
+        raise InvalidArgumentError(f"{names!r}: a list of rules was expected, each a dict, or a dict of version 1")
+    return {"version": 1, "others": "keep", "rules": [dict(rule) for rule in rules]}
 
 
 def _integers(numbers: Optional[Mapping[str, int]]) -> dict[str, int]:

@@ -35,6 +35,7 @@ from torchtitan.components import checkpointer as titan
 from torchtitan.tools import filesystem, utils
 
 from tensormount import _boxes, _plugins, _save, _torch_values
+from tensormount._checkpoint import open as open_checkpoint
 from tensormount._group import Group
 from tensormount._held import Shards
 from tensormount._leaves import dtensors
@@ -58,6 +59,8 @@ TESTED = ("0.3",)
 # Options of a save that the manager sets, or that a configuration cannot hold.
 _OWN = ("retain", "ephemeral", "on_event", "before_publish", "on_commit")
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
+# States of torchtitan that count steps, and the names of the counts.
+_COUNTS = {"train_state": "step", "lr_scheduler": "last_epoch"}
 
 _Base: Any = _plugins.find("tensormount.torchtitan", titan, "CheckpointManager")
 
@@ -266,6 +269,10 @@ class CheckpointManager(_Base):
         try:
             loaded = load(request, checkpoint_id, self._ranks(), objects=list(dataloader))
         except KeyNotFoundError as error:
+            if self._load_from_another_trainer(request, checkpoint_id):
+                state_dict.pop(titan.DATALOADER, None)
+                self._take(state_dict, request)
+                return
             raise KeyNotFoundError(
                 f"{checkpoint_id}: {error.message}. checkpoint.exclude_from_loading leaves out a state "
                 '(["dataloader"] on another number of data-parallel ranks); a checkpoint of the model alone '
@@ -278,6 +285,36 @@ class CheckpointManager(_Base):
             for key in dataloader
         }
         request.setdefault(titan.DATALOADER, values)
+        self._take(state_dict, request)
+
+    def _load_from_another_trainer(self, request: dict[str, Any], checkpoint_id: str) -> bool:
+        """Loads a checkpoint that `tensormount import --as torchtitan:FAMILY` made of another trainer's: it has weights
+        and moments, and neither hyperparameters nor counts. Counts are the number of the step, by the directory's name.
+        False: the checkpoint is not such a one. Collective: each rank finds the same."""
+        step = _STEP.fullmatch(os.path.basename(os.path.normpath(checkpoint_id)))
+        with open_checkpoint(checkpoint_id) as checkpoint:
+            own = [key for key in checkpoint.common if key.startswith(("train_state", "optimizer", "lr_scheduler"))]
+            has_moments = any(key.startswith("optimizer.state.") for key in checkpoint.keys())
+        if step is None or own or not has_moments:
+            return False
+        weights = {name: one for name, one in request.items() if name not in (*_COUNTS, "optimizer")}
+        optimizer = request.get("optimizer", {})
+        moments = {key: one for key, one in optimizer.items() if key.endswith((".exp_avg", ".exp_avg_sq"))}
+        load({**weights, "optimizer": moments}, checkpoint_id, self._ranks())
+        for key, one in optimizer.items():
+            if key.startswith("state.") and key.endswith(".step"):
+                one.fill_(int(step[1]))
+        for name, count in _COUNTS.items():
+            if name in request:
+                request[name][count] = int(step[1])
+        _plugins.warn_once(
+            f"{checkpoint_id}: the checkpoint of another trainer: weights and moments are loaded, and the run goes on at step "
+            f"{step[1]}; the optimizer's hyperparameters are those of this configuration, and the data begin anew"
+        )
+        return True
+
+    def _take(self, state_dict: dict[str, Any], request: dict[str, Any]) -> None:
+        """Hands what was loaded to torchtitan."""
         for name, state in state_dict.items():
             if isinstance(state, Stateful):
                 state.load_state_dict(request[name])

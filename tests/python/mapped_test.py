@@ -77,6 +77,33 @@ class Mapped(support.Folder):
                         self.check_views(checkpoint, mapped)
                 self.check_load(random, names, mapped)
 
+    def test_random_maps_over_maps(self):
+        random, seed = support.seeded()
+        data = numpy.random.default_rng(seed)
+        for number in range(support.scaled(20)):
+            stored, first, second, mapped = {}, [], [], {}
+            while len(first) < RULES_EACH:
+                rule = random_names.random_rule(random, f"r{len(first)}.", data)
+                if random_names.fills_with_zeros(rule):
+                    continue
+                stored.update(rule.stored)
+                first.append(rule.json)
+                stems = {key.split(".")[0] + "." + key.split(".")[1] for key in rule.mapped}
+                for stem in sorted(stems):
+                    held = {key: array for key, array in rule.mapped.items() if (key + ".").startswith(stem + ".")}
+                    over = random_names.rule_over(random, stem, held)
+                    second.append(over.json)
+                    mapped.update(over.mapped)
+            names = {"version": 1, "base": {"version": 1, "rules": first}, "rules": second}
+            with self.subTest(seed=seed, number=number, names=json.dumps(names)):
+                tm.save({key: cut(random, array) for key, array in stored.items()}, "S/c", replace=True)
+                with tm.open("S/c", names=names) as checkpoint:
+                    self.assertEqual(checkpoint.keys(), sorted(mapped))
+                    self.check_reads(random, checkpoint, mapped)
+                    if number % 5 == 0:
+                        self.check_views(checkpoint, mapped)
+                self.check_load(random, names, mapped)
+
     def check_reads(self, random, checkpoint, mapped):
         for key, array in mapped.items():
             self.assertTrue(same(checkpoint[key][...], array), key)

@@ -180,6 +180,11 @@ def olmo(model):
     return out
 
 
+# The keys of an optimizer's tensors.
+SLOTS = {"megatron": "optimizer.state.{slot}.{key}", "torchtitan": "optimizer.state.{key}.{slot}",
+         "olmo": "optim.state.{key}.{slot}"}
+
+
 class GptOss:
     """Random weights of gpt-oss under the names of transformers (modeling_gpt_oss.py), here with square experts."""
 
@@ -338,6 +343,13 @@ class Packs(support.Folder):
             tm.save(MAKE[layout](model), "S/c", replace=True)
             with tm.open("S/c", as_="hf", config=config("qwen3_moe"), numbers={"split": 0}) as checkpoint:
                 self.assert_same(checkpoint, model.fused_experts())
+        os.mkdir("with")
+        with open("with/config.json", "w") as file:
+            json.dump(config("qwen3_moe"), file)
+        for form, wanted in (("fused", model.fused_experts()), ("split", model.hf)):
+            support.run("export", "S/c", f"with/{form}", "--to", "hf", "--as", "hf", "--with", "with", "--experts", form)
+            with tm.open(f"with/{form}") as checkpoint:
+                self.assert_same(checkpoint, wanted)
 
     def test_the_way_back(self):
         for layout, families in LAYOUTS.items():
@@ -356,6 +368,110 @@ class Packs(support.Folder):
         with tm.open("S/hf", as_="megatron@layers:qwen3", config=config("qwen3"), numbers={"padded_vocab": PADDED}) as checkpoint:
             self.assertIn("decoder.layers.2.self_attention.linear_qkv.weight", checkpoint)
 
+    @staticmethod
+    def moments(layout, model, fused=True):
+        """The tensors of one slot: as the weights, but torchtitan's projections are fused in the optimizer."""
+        made = {key: array for key, array in MAKE[layout](model).items() if not key.startswith("opti")}
+        if layout == "torchtitan" and fused:
+            for n in range(LAYERS):
+                at = f"layers.{n}.attention.qkv_linear."
+                q, k, v = (made.pop(f"{at}w{p}.weight").reshape(GROUPS, -1, HEAD, WIDTH) for p in "qkv")
+                made[f"{at}wqkv.weight"] = numpy.concatenate([q, k, v], 1).reshape(-1, WIDTH)
+        return made
+
+    def trained(self, layout, model, main=False, fused=True):
+        """The checkpoint of a trainer with random moments; and what it has of moments under Hugging Face names."""
+        weights = {key: array for key, array in MAKE[layout](model).items() if not key.startswith("opti")}
+        stored, moments = dict(weights), {}
+        for number, slot in enumerate(("exp_avg", "exp_avg_sq", "param")[: 3 if main else 2]):
+            moments[slot] = Model(1000 + number, model.family)
+            made = self.moments(layout, moments[slot], fused)
+            stored.update({SLOTS[layout].format(slot=slot, key=key): array for key, array in made.items()})
+        return stored, moments
+
+    def test_from_one_trainer_to_another(self):
+        for layout, families in LAYOUTS.items():
+            for other in LAYOUTS:
+                for family in sorted(set(families) & set(LAYOUTS[other])):
+                    with self.subTest(layout=layout, other=other, family=family):
+                        model = Model(3, family)
+                        stored, moments = self.trained(layout, model, fused=other != "olmo")
+                        tm.save(stored, "S/c", replace=True)
+                        wanted = {key: array for key, array in MAKE[other](model).items() if not key.startswith("opti")}
+                        for slot, made in moments.items():
+                            wanted.update({SLOTS[other].format(slot=slot, key=key): array
+                                           for key, array in self.moments(other, made).items()})
+                        numbers = {"padded_vocab": PADDED} if other == "megatron" else {}
+                        how = {"as_": f"{other}:{family}", "config": config(family), "numbers": numbers}
+                        with tm.open("S/c", **how) as checkpoint:
+                            self.assertEqual(checkpoint.keys(), sorted(wanted))
+                            for key, array in wanted.items():
+                                self.assertEqual(checkpoint[key][...].tobytes(), numpy.nan_to_num(array).tobytes(), key)
+                        request = {key: numpy.zeros_like(array) for key, array in wanted.items()}
+                        tm.load(request, "S/c", **how)
+                        for key, array in wanted.items():
+                            self.assertEqual(request[key].tobytes(), numpy.nan_to_num(array).tobytes(), key)
+                        with tm.open("S/c", **{**how, "numbers": {**numbers, "moments": 0}}) as checkpoint:
+                            self.assertFalse([key for key in checkpoint.keys() if key.startswith("opti")])
+
+    def test_main_weights_take_the_place_of_the_models(self):
+        model = Model(3, "qwen3")
+        stored, moments = self.trained("megatron", model, main=True)
+        tm.save(stored, "S/c")
+        with tm.open("S/c", as_="torchtitan:qwen3", config=config("qwen3")) as checkpoint:
+            for key, array in torchtitan(moments["param"]).items():
+                if not key.startswith("opti"):
+                    self.assertEqual(checkpoint[key][...].tobytes(), array.tobytes(), key)
+            self.assertFalse([key for key in checkpoint.keys() if "param" in key])
+        with tm.open("S/c", as_="hf", config=config("qwen3")) as checkpoint:
+            self.assert_same(checkpoint, model.hf)
+        with tm.open("S/c", as_="hf", config=config("qwen3"), numbers={"main": 1}) as checkpoint:
+            self.assert_same(checkpoint, moments["param"].hf)
+        # Between forms of Megatron they stay what they are.
+        numbers = {"padded_vocab": PADDED}
+        with tm.open("S/c", as_="megatron@layers:qwen3", config=config("qwen3"), numbers=numbers) as checkpoint:
+            for key, array in megatron(moments["param"], layers=True).items():
+                if not key.startswith("opti"):
+                    held = checkpoint[f"optimizer.state.param.{key}"][...]
+                    self.assertEqual(held.tobytes(), numpy.nan_to_num(array).tobytes(), key)
+        # One of them is not stored.
+        del stored["optimizer.state.param.decoder.final_layernorm.weight"]
+        tm.save(stored, "S/less")
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "param.decoder.final_layernorm.weight is to take the place of"
+                                    " decoder.final_layernorm.weight, and is not stored"):
+            tm.open("S/less", as_="torchtitan:qwen3", config=config("qwen3"))
+
+    def test_moments_have_the_shapes_of_their_weights(self):
+        stored, _ = self.trained("megatron", Model(3, "llama"))
+        stored["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = numpy.zeros(WIDTH + 1, "f4")
+        tm.save(stored, "S/c")
+        with self.assertRaisesRegex(tm.InvalidArgumentError, r"exp_avg.decoder.final_layernorm.weight has shape \[25\], but"):
+            tm.open("S/c", as_="olmo:llama", config=config("llama"))
+        # Moments of one layer are not stored.
+        stored, _ = self.trained("torchtitan", Model(3, "llama"))
+        del stored["optimizer.state.layers.1.attention.wo.weight.exp_avg"]
+        tm.save(stored, "S/c", replace=True)
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "2 tensors would be called .*o_proj.weight.exp_avg"):
+            tm.open("S/c", as_="olmo:llama", config=config("llama"))
+
+    def test_own_rules_come_before_a_pack(self):
+        model = Model(5, "qwen3")
+        names = {"mine." + key: array for key, array in megatron(model).items()}
+        tm.save(names, "S/c")
+        rules = [{"prefix": "mine.", "to": ""}]
+        with tm.open("S/c", names=rules, as_="hf", config=config("qwen3")) as checkpoint:
+            self.assert_same(checkpoint, model.hf)
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "no rule uses the number vocabb"):
+            tm.open("S/c", names=rules, as_="hf", config=config("qwen3"), numbers={"vocabb": 1})
+        os.mkdir("with")
+        with open("with/mine.json", "w") as file:
+            json.dump(rules, file)
+        with open("with/config.json", "w") as file:
+            json.dump(config("qwen3"), file)
+        shown = support.run("map", "check", "with/mine.json", "S/c", "--as", "hf", "--with", "with")
+        self.assertIn("embedding.word_embeddings.weight  f32 [16, 24]  <- mine.embedding.word_embeddings.weight", shown)
+        self.assertIn("and then, from these names:\nlm_head.weight  f32 [13, 24]  <- output_layer.weight", shown)
+
     def test_errors_say_what_is_missing(self):
         model = Model(5, "qwen3")
         tm.save(megatron(model), "S/c")
@@ -371,8 +487,8 @@ class Packs(support.Folder):
             tm.open("S/c", as_="hf", config={"vocab_size": 3})
         with self.assertRaisesRegex(tm.InvalidArgumentError, "does not fit|is not a multiple"):
             tm.open("S/c", as_="hf", config={**config("qwen3"), "num_attention_heads": 5})
-        with self.assertRaisesRegex(tm.InvalidArgumentError, "use one"):
-            tm.open("S/c", as_="hf", names=[])
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "from_ needs as_"):
+            tm.open("S/c", names=[], from_="megatron")
         # A tensor that no rule knows is not left out in silence.
         tm.save({**megatron(model), "decoder.layers.mlp.shared_experts.linear_fc1.weight": numpy.zeros(3, "f4")}, "S/more")
         with self.assertRaisesRegex(tm.InvalidArgumentError, "no rule matches tensor decoder.layers.mlp.shared_experts"):

@@ -196,3 +196,65 @@ def random_rule(random, stem, data, most=4):
     json = {"from": [side.text() for side in have], "to": [side.text() for side in made], "sizes": numbers,
             "unused": unused}
     return Rule(json, stored, mapped)
+
+
+def fills_with_zeros(rule):
+    """Whether a mapped tensor of the rule has cells that no stored tensor has."""
+    return any(name not in " ".join(rule.json["from"]) for name in rule.json["unused"])
+
+
+def _factors(random, size):
+    """Random sizes with this product."""
+    found = []
+    while size > 1 and random.random() < 0.7:
+        divisors = [n for n in range(2, size + 1) if size % n == 0]
+        found.append(random.choice(divisors))
+        size //= found[-1]
+    return found + [size] if size > 1 or not found else found
+
+
+def rule_over(random, stem, tensors):
+    """A rule over tensors that there are: {"stem.0.1": array}, one for each combination of the indices. Stacks them,
+    and then either splits an axis into two tensors, or cuts axes into factors that it permutes and regroups."""
+    keys = {tuple(map(int, key[len(stem) + 1 :].split("."))) if key != stem else (): key for key in tensors}
+    counts = [max(at) + 1 for at in zip(*keys)]
+    first = next(iter(tensors.values()))
+    stacked = numpy.zeros((*counts, *first.shape), first.dtype)
+    for at, key in keys.items():
+        stacked[at] = tensors[key]
+    names = [f"k{n}" for n in range(len(counts))]
+    source = stem + "".join(f".{{{name}}}" for name in names)
+    axes = [n for n, size in enumerate(first.shape) if size > 1]
+    made = stem.replace("to", "on")
+    if axes and random.random() < 0.3:
+        axis = random.choice(axes)
+        middle = random.randint(1, first.shape[axis] - 1)
+        own = [f"a{n}" for n in range(first.ndim)]
+        halves = []
+        for half in ("x", "y"):
+            halves.append(" ".join(names + own[:axis] + [half] + own[axis + 1 :]))
+        own[axis] = "(x + y)"
+        json = {"from": f"{source} : {' '.join(own)}", "sizes": {"x": middle},
+                "to": [f"{made}.x : {halves[0]}", f"{made}.y : {halves[1]}"]}
+        parts = numpy.split(stacked, [middle], axis + len(counts))
+        return Rule(json, tensors, {f"{made}.x": parts[0], f"{made}.y": parts[1]})
+    texts, cut, all_names = [], list(counts), list(names)
+    for n, size in enumerate(first.shape):
+        factors = _factors(random, size)
+        own = [f"a{n}{letter}" for letter, _ in zip("abcdefgh", factors)]
+        texts.append(f"({' '.join(own)})" if len(own) > 1 else own[0])
+        cut += factors
+        all_names += own
+    sizes = dict(zip(all_names, cut))
+    order = random.sample(range(len(cut)), len(cut))
+    out, shape, at = [], [], 0
+    while at < len(order):
+        take = random.randint(1, 3)
+        group = [all_names[n] for n in order[at : at + take]]
+        out.append(group[0] if len(group) == 1 else f"({' '.join(group)})")
+        shape.append(math.prod(sizes[name] for name in group))
+        at += take
+    value = numpy.ascontiguousarray(stacked.reshape(cut).transpose(order)).reshape(shape)
+    json = {"from": f"{source} : {' '.join(texts)}", "to": f"{made} : {' '.join(out)}",
+            "sizes": {name: size for name, size in sizes.items() if name not in names}}
+    return Rule(json, tensors, {made: value})

@@ -124,7 +124,7 @@ def parallel(tp=1, pp=1, ep=1):
     torch.manual_seed(5)
 
 
-def gpt(experts=0, tied=False, **options):
+def gpt(experts=0, tied=False, vocabulary=128, **options):
     """A small GPT model of four layers. `tied`: the first and the last stage share the embedding."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     given = dict(
@@ -144,7 +144,7 @@ def gpt(experts=0, tied=False, **options):
         spec.update(num_experts=experts, moe_grouped_gemm=False)
     return GPTModel(
         config=TransformerConfig(**{**given, **options}), transformer_layer_spec=get_gpt_layer_local_spec(**spec),
-        vocab_size=128, max_sequence_length=64, pre_process=parallel_state.is_pipeline_first_stage(),
+        vocab_size=vocabulary, max_sequence_length=64, pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(), share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
     )
@@ -163,7 +163,7 @@ class Training:
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, bf16=bf16, params_dtype=dtype),
             [self.model])
-        self.vocabulary = 128
+        self.vocabulary = options.get("vocabulary", 128)
 
     @property
     def parts(self):

@@ -112,6 +112,46 @@ def train_torchtitan():
         torch.save(Llama3StateDictAdapter(config.model_spec.model, None).to_hf(state), "converted-titan.pt")
 
 
+def train_megatron(path, dtype):
+    """Three steps of the model that torchtitan calls llama3_debugmodel, with two layers, in Megatron."""
+    import megatron_cpu
+    from megatron.core import dist_checkpointing as dc
+
+    megatron_cpu.keep_results_in_this_process()
+    megatron_cpu.parallel(tp=2)
+    training = megatron_cpu.Training(
+        getattr(torch, dtype), vocabulary=2048, num_layers=2, hidden_size=256, ffn_hidden_size=768,
+        num_attention_heads=16, num_query_groups=16, kv_channels=16)
+    for step in range(3):
+        training.step(step)
+    if dist.get_rank() == 0:
+        os.makedirs(path)
+    dist.barrier()
+    with tm.megatron.install():
+        dc.save(training.sharded_state_dict(), path)
+
+
+def go_on_in_torchtitan(dump):
+    """The state of the step that was loaded, and a fourth step."""
+    import torchtitan_cpu
+
+    manager = tm.torchtitan.CheckpointManager.Config(interval=1, last_save_model_only=False, keep_latest_k=0)
+    trainer = torchtitan_cpu.config(dump, manager, steps=4).build()
+    trainer.checkpointer.load(step=-1)
+
+    def whole(value):
+        return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+    state = {key: whole(value).detach().clone() for key, value in trainer.model_parts[0].state_dict().items()}
+    state.update({f"optimizer.{key}": whole(value).clone() for key, value in trainer.optimizers.state_dict().items()
+                  if isinstance(value, torch.Tensor)})
+    counts = (trainer.step, trainer.lr_schedulers.state_dict()["last_epoch"])
+    trainer.train()
+    if dist.get_rank() == 0:
+        torch.save((state, counts, trainer.losses), f"{dump}.pt")
+    trainer.close()
+
+
 def torchtitan_config():
     scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -196,6 +236,63 @@ class Models(support.Folder):
         torchrun(HERE, 2, ("train_torchtitan",))
         self.check_weights("titan", "titan/checkpoint/step-2", torchtitan_config())
         self.check("titan", "titan/checkpoint/step-2", torchtitan_config(), 1e-5)
+
+    def test_a_run_of_megatron_goes_on_in_torchtitan(self):
+        import torchtitan_cpu
+
+        torchtitan_cpu.make_assets()
+        torchtitan_config().save_pretrained("config")
+        for dtype in ("float32", "bfloat16"):
+            with self.subTest(dtype=dtype):
+                torchrun(HERE, 2, ("train_megatron", f"megatron/{dtype}", dtype))
+                stored, dump = f"megatron/{dtype}/tm-state", f"goes_on_{dtype}"
+                os.makedirs(f"{dump}/checkpoint")
+                support.run("import", stored, f"{dump}/checkpoint/step-3", "--as", "torchtitan:llama", "--with", "config")
+                torchrun(HERE, 2, ("go_on_in_torchtitan", dump))
+                state, counts, losses = torch.load(f"{dump}.pt")
+                self.assertEqual(counts, (3, 3))
+                self.assertEqual([step for step, _ in losses], [4])
+                self.assertLess(float.fromhex(losses[0][1]), 12)
+                with tm.open(stored) as megatron:
+                    self.check_state(megatron, state)
+                with tm.open(f"{dump}/checkpoint/step-4") as after:
+                    self.assertEqual(int(after["optimizer.state.norm.weight.step"][...]), 4)
+
+    def check_state(self, megatron, state):
+        """Weights and moments in torchtitan are, bit for bit, the float32 ones of Megatron."""
+        def rows_within_heads(weight):  # llama3/state_dict_adapter.py, _reverse_permute
+            return weight.view(16, 2, 8, 256).transpose(1, 2).reshape(256, 256)
+
+        slots = {"": "optimizer.state.param.", "exp_avg": "optimizer.state.exp_avg.",
+                 "exp_avg_sq": "optimizer.state.exp_avg_sq."}
+        for slot, prefix in slots.items():
+            def ours(key, slot=slot):
+                if slot and ".qkv_linear." in key:  # Fused in the optimizer: _split_qkv_on_save
+                    before, _, name = key.removesuffix(".weight").rpartition(".")
+                    fused = state[f"optimizer.state.{before}.wqkv.weight.{slot}"].view(16, 3, 16, 256)
+                    return fused[:, "qkv".index(name[1])].reshape(256, 256)
+                return state[f"optimizer.state.{key}.{slot}" if slot else key]
+
+            def theirs(key, prefix=prefix):
+                return megatron[prefix + key].torch()
+
+            self.assertTrue(torch.equal(ours("tok_embeddings.weight"), theirs("embedding.word_embeddings.weight")))
+            self.assertTrue(torch.equal(ours("lm_head.weight"), theirs("output_layer.weight")))
+            for layer in range(2):
+                at, of = f"layers.{layer}.", "decoder.layers."
+                fused = theirs(of + "self_attention.linear_qkv.weight")[layer].view(16, 3, 16, 256)
+                q, k, v = (fused[:, n].reshape(256, 256) for n in range(3))
+                gate, up = theirs(of + "mlp.linear_fc1.weight")[layer].chunk(2)
+                expected = {
+                    "attention.qkv_linear.wq": rows_within_heads(q), "attention.qkv_linear.wk": rows_within_heads(k),
+                    "attention.qkv_linear.wv": v, "feed_forward.w1": gate, "feed_forward.w3": up,
+                    "attention.wo": theirs(of + "self_attention.linear_proj.weight")[layer],
+                    "feed_forward.w2": theirs(of + "mlp.linear_fc2.weight")[layer],
+                    "attention_norm": theirs(of + "self_attention.linear_qkv.layer_norm_weight")[layer],
+                    "ffn_norm": theirs(of + "mlp.linear_fc1.layer_norm_weight")[layer],
+                }
+                for name, value in expected.items():
+                    self.assertTrue(torch.equal(ours(f"{at}{name}.weight"), value), (slot, name))
 
     def test_olmo(self):
         torchrun(HERE, 2, ("save_olmo",))
