@@ -340,7 +340,8 @@ def main():
                   f"Root-Is-Purelib: false\nTag: {tag}\n".encode(), 0o644))
     files.append((f"{about}/entry_points.txt",
                   b"[console_scripts]\ntensormount = tensormount._main:main\n\n"
-                  b"[fsspec.specs]\ntensormount = tensormount.fsspec:TensormountFileSystem\n", 0o644))
+                  b"[fsspec.specs]\ntensormount = tensormount.fsspec:TensormountFileSystem\n\n"
+                  b"[vllm.general_plugins]\ntensormount = tensormount.vllm:register\n", 0o644))
     record = "".join(record_line(name, data) for name, data, _ in files)
     files.append((f"{about}/RECORD", (record + f"{about}/RECORD,,\n").encode(), 0o644))
 

@@ -12,6 +12,7 @@ compared with the checkpoint's hashes if the checkpoint has any.
 
 open                  opens a checkpoint of tensormount, PyTorch DCP, Megatron-Core, OLMo-core, Hugging
                       Face and others, in place
+refit                 brings loaded tensors to another checkpoint, reading only what differs
 save, load            a state dict, on all ranks of a Group; async_save and async_load in the background
 torch.save, .load     a model and its optimizers; torch.Writer and .Reader for DCP
 Store                 lists, removes and pins the checkpoints of a store
@@ -33,7 +34,7 @@ TYPE_CHECKING = False
 __version__ = "0.1.0"
 
 # Plug-ins: modules that have the name of another package and import it.
-_PLUGINS = ("accelerate", "fsspec", "lightning", "megatron", "olmo", "torchtitan", "transformers")
+_PLUGINS = ("accelerate", "fsspec", "lightning", "megatron", "olmo", "torchtitan", "transformers", "vllm")
 
 # Maps each public name to the module that defines it. A module is imported when one of its names is first used. New
 # names go here and into the imports for type checkers below.
@@ -55,6 +56,8 @@ _NAMES = {
     "Rule": "_load",
     "async_load": "_load",
     "load": "_load",
+    "Refit": "_refit",
+    "refit": "_refit",
     "apply_key_map": "_key_map",
     "Store": "_store",
     "adopt": "_store",
@@ -120,6 +123,7 @@ if TYPE_CHECKING:
         torch as torch,
         torchtitan as torchtitan,
         transformers as transformers,
+        vllm as vllm,
     )
     from tensormount._abi import (
         enable_mapping_guard as enable_mapping_guard,
@@ -145,6 +149,7 @@ if TYPE_CHECKING:
     )
     from tensormount._mount import Mount as Mount, mount as mount
     from tensormount._preemption import preemption as preemption
+    from tensormount._refit import Refit as Refit, refit as refit
     from tensormount._save import (
         SaveJob as SaveJob,
         async_save as async_save,

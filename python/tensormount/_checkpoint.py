@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from tensormount._files import Files
     from tensormount._progress import Progress
+    from tensormount.torch import LazyReads, LazyTensor
 
 _OPEN_ERRORS = {_abi.TM_NOT_FOUND: CheckpointNotFoundError}
 _LOOKUP_ERRORS = {_abi.TM_NOT_FOUND: KeyNotFoundError}
@@ -203,24 +204,9 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """A table of the first 100 tensors, for notebooks."""
-        from html import escape
+        from tensormount._html import table
 
-        keys = self.keys()
-        rows = []
-        for key in keys[:100]:
-            tensor = self[key]
-            rows.append(
-                f"<tr><td><code>{escape(_printable(key))}</code></td><td>{tensor.dtype_name}</td>"
-                f"<td>{escape(str(list(tensor.shape)))}</td>"
-                f'<td style="text-align:right">{_size_text(tensor.nbytes)}</td></tr>'
-            )
-        more = f"<p>and {len(keys) - 100} more</p>" if len(keys) > 100 else ""
-        return (
-            f"<div><b>{escape(_printable(self._path))}</b>: {len(keys)} tensors<table><thead><tr>"
-            "<th>key</th><th>dtype</th><th>shape</th><th>size</th></tr></thead><tbody>"
-            + "".join(rows)
-            + f"</tbody></table>{more}</div>"
-        )
+        return table(self)
 
     # ---- Tensors -----------------------------------------------------------------------------
 
@@ -687,15 +673,9 @@ class Tensor:
 
         It is an image, so that no name can become a part of the page.
         """
-        from base64 import b64encode
-        from html import escape
+        from tensormount._html import picture
 
-        svg = b64encode(self.layout_svg().encode()).decode()
-        about = escape(_printable(f"{self._key}: {self._row.name} {list(self._shape)}"))
-        return (
-            f"<div><b>{about}</b>, {_size_text(self._nbytes)}<br>"
-            f'<img alt="layout" src="data:image/svg+xml;base64,{svg}"></div>'
-        )
+        return picture(self)
 
     def _text(self, function: Any) -> bytes:
         handle = self._checkpoint._opened()
@@ -851,6 +831,21 @@ class Tensor:
             out = out.reshape(plan.shape)
         return out if device == "cpu" else out.to(device)
 
+    def lazy(self, reads: Optional[LazyReads] = None) -> LazyTensor:
+        """The tensor as a torch.Tensor whose bytes are read when an operation needs them.
+
+        Slices, narrow, transpose and the like only change the box that is read later; `tensormount.torch.LazyTensor`
+        lists them. The checkpoint must be open until the read.
+
+        reads   a `tensormount.torch.LazyReads` that counts what is read; None: a new one (`lazy().reads`).
+
+        Raises LibraryError and UnsupportedError as `torch()` does, for a dtype that torch lacks.
+        """
+        _dtypes.torch_dtype(self._row)  # Names the package if torch is not installed.
+        from tensormount.torch._lazy import lazy
+
+        return lazy(self, reads)
+
     def _torch_pairs(self, torch: Any, kind: Any, plan: _index.Plan) -> Any:
         if plan.steps is not None or plan.shape[-1:] != plan.extent[-1:]:
             raise UnsupportedError(f"{self._key}: f4 elements are read in pairs along the last axis, without steps")
@@ -976,16 +971,3 @@ def _encode(key: object) -> bytes:
     if b"\0" in name:
         raise KeyNotFoundError(f"{key!r} does not exist: a key must not contain NUL", key=key)
     return name
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _size_text(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

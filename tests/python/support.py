@@ -6,11 +6,13 @@ tree, for which TENSORMOUNT_LIBRARY and TENSORMOUNT_COMMAND name the library and
 """
 
 import contextlib
+import doctest
 import faulthandler
 import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -63,6 +65,19 @@ class Folder(unittest.TestCase):
         before = os.getcwd()
         os.chdir(cls.folder)
         cls.addClassCleanup(os.chdir, before)
+
+
+def check_examples(test, document, marker):
+    """Runs the one example of docs/DOCUMENT that is marked as executed by `marker`, in a new folder."""
+    test.addCleanup(os.chdir, os.getcwd())
+    os.chdir(tempfile.mkdtemp(dir="."))
+    with open(os.path.join(ROOT, "docs", document), encoding="utf-8") as file:
+        (example,) = re.findall(rf"<!-- executed by {marker} -->\n```python\n(.*?)```", file.read(), re.S)
+    found = doctest.DocTestParser().get_doctest(example, {}, document, document, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(found)
+    test.assertEqual(runner.failures, 0)
+    test.assertGreater(runner.tries, 4)
 
 
 @contextlib.contextmanager

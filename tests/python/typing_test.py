@@ -26,7 +26,7 @@ wrong: int = checkpoint.uuid
 
 
 # Their classes are of no type where they are not installed.
-FRAMEWORKS = ("torch", "fsspec", "accelerate", "lightning", "megatron", "olmo_core", "torchtitan", "transformers")
+FRAMEWORKS = ("torch", "fsspec", "accelerate", "lightning", "megatron", "olmo_core", "torchtitan", "transformers", "vllm")
 WITHOUT = """\
 [mypy-{name},{name}.*]
 ignore_missing_imports = True

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Reader as Reader,
         Writer as Writer,
     )
+    from tensormount.torch._lazy import LazyReads as LazyReads, LazyTensor as LazyTensor
     from tensormount.torch._patch import patch_dcp as patch_dcp
     from tensormount.torch._train import (
         async_save as async_save,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     )
 
 _NAMES = {
+    "LazyReads": "_lazy",
+    "LazyTensor": "_lazy",
     "LoadPlanner": "_dcp",
     "Reader": "_dcp",
     "Writer": "_dcp",
