@@ -242,6 +242,57 @@ class Mapped(support.Folder):
         self.assertTrue((loaded["q"] == w).all())
         self.assertEqual(loaded["step"], 3)
 
+    def test_slots_and_bases(self):
+        w = numpy.arange(6, dtype="f4").reshape(2, 3)
+        tm.save({"w": w, "m.w.avg": 2 * w, "main.w": 3 * w, "other": w[0]}, "S/c")
+        rule = {"from": "w : a b", "to": "x : b a"}
+        others = {"version": 1, "others": "drop"}
+        slots = [{"from": "m.{key}.avg", "to": "opt.{key}"}, {"from": "main.{key}", "to": "{key}", "when": {"main": 1}}]
+        for main, shown in ((0, w), (1, 3 * w)):
+            names = {**others, "rules": [rule], "slots": slots, "numbers": {"main": main}}
+            with tm.open("S/c", names=names) as checkpoint:
+                self.assertEqual(checkpoint.keys(), ["opt.x", "x"])
+                self.assertTrue((checkpoint["x"][...] == shown.T).all())
+                self.assertTrue((checkpoint["opt.x"][...] == 2 * w.T).all())
+        for slots_of, rule_of, keys in (("only", "m", ["opt.x"]), ("none", "w", ["x"])):
+            names = {**others, "rules": [{**rule, "slots": slots_of}], "slots": slots[:1]}
+            with tm.open("S/c", names=names) as checkpoint:
+                self.assertEqual(checkpoint.keys(), keys, rule_of)
+        for slot, why in (({"from": "m.avg", "to": "{key}"}, "must have {key} once"),
+                          ({"from": "{key}.{key}", "to": "{key}"}, "must have {key} once"),
+                          ({"from": "m.{l}.{key}", "to": "{key}"}, "other braces"),
+                          ({"from": "{key}", "to": "x.{key}"}, "the tensor itself"),
+                          ({"from": "m.{key}"}, '"to" is missing'), ({"to": "m.{key}"}, '"from" is missing'),
+                          ({"from": "m.{key}", "to": "{key}", "too": 1}, 'unknown field "too"'),
+                          ([], "expected an object"), ({"from": ["m.{key}"] * 33, "to": "x.{key}"}, "more than 32 slots")):
+            with self.assertRaisesRegex(tm.InvalidArgumentError, why):
+                tm.open("S/c", names={**others, "rules": [rule], "slots": [slot]})
+        with self.assertRaisesRegex(tm.InvalidArgumentError, '"slots" must be "only" or "none"'):
+            tm.open("S/c", names=[{**rule, "slots": "all"}])
+        # Of four maps one in another the last is refused.
+        names = {**others, "rules": [{"from": "w3 : a b", "to": "w4 : b a"}]}
+        for depth in (3, 2, 1):
+            before = {**others, "rules": [{"from": f"w{depth - 1 or ''} : a b", "to": f"w{depth} : b a"}]}
+            inner = names
+            while "base" in inner:
+                inner = inner["base"]
+            inner["base"] = before
+        with tm.open("S/c", names=names) as checkpoint:
+            self.assertEqual(checkpoint.keys(), ["w4"])
+            self.assertTrue((checkpoint["w4"][...] == w).all())
+            extents = json.loads(checkpoint.files().read("extents/w4.json"))
+            self.assertEqual(extents["put_together_from"], ["w"])
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "more than 3 maps in one another"):
+            tm.open("S/c", names={**others, "rules": [], "base": names})
+        # Cells that the first map fills with zeros are in no chunk.
+        pad = {**others, "rules": [{"from": "w : a b", "to": "p : (a + z) b", "unused": ["z"], "sizes": {"z": 1}}]}
+        with self.assertRaisesRegex(tm.UnsupportedError, "q would be made of p, which another name map fills with zeros"):
+            tm.open("S/c", names={**others, "base": pad, "rules": [{"from": "p : a b", "to": "q : b a"}]})
+        with tm.open("S/c", names={**others, "base": pad, "rules": [{"key": "p", "to": "q"}]}) as checkpoint:
+            self.assertTrue((checkpoint["q"][...] == numpy.concatenate([w, numpy.zeros((1, 3), "f4")])).all())
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "no rule uses the number misspelled"):
+            tm.open("S/c", names=names, numbers={"misspelled": 1})
+
     def test_commands_take_maps(self):
         w = numpy.arange(24, dtype="f4").reshape(6, 4)
         tm.save({"w": w, "b": w[0]}, "S/c")
