@@ -127,7 +127,8 @@ TEST(NameRules, TakeNumbersThatTheyUse) {
           {"from": "a : (x y)", "to": "b : (y x)", "sizes": {"x": "m + 1"}}]})j"));
   const auto given = [&](const NameMap& map) {
     NameRules copy = rules;
-    return copy.AddGiven(map);
+    const Status added = copy.AddGiven(map);
+    return added.ok() ? NameRules::CheckGiven(map, {&copy}) : added;
   };
   EXPECT_OK(given({.numbers = {{"n", 1}, {"m", 0}, {"x", 2}, {"y", 3}}}));
   EXPECT_EQ(given({.numbers = {{"n", -1}}}).code(), Code::kInvalidArgument);
@@ -475,7 +476,27 @@ TEST_F(NameBindingTest, WholeTensorsKeepTheirDigestsAndExtents) {
   ASSERT_OK_AND_ASSIGN(const auto none, mapped->Extents(transposed));
   EXPECT_EQ(none->size(), 0u);
   EXPECT_EQ(mapped->index().tensor_bytes(), 48u);
-  EXPECT_EQ(OpenedCheckpoint::Mapped(mapped, NameRules()).status().code(), Code::kUnsupported);
+
+  // Through one more name map.
+  ASSERT_OK_AND_ASSIGN(
+      const NameRules more,
+      NameRules::FromJson(R"([{"key": "b", "to": "c"}, {"drop": ")" + whole.meta.key() + R"("}])"));
+  ASSERT_OK_AND_ASSIGN(const auto over, OpenedCheckpoint::Mapped(mapped, more));
+  EXPECT_EQ(&over->stored(), &mapped->stored());
+  ASSERT_OK_AND_ASSIGN(const TensorEntry renamed, over->index().Find("c"));
+  ASSERT_OK_AND_ASSIGN(const auto keys, over->StoredKeysOf(renamed.ordinal, 9));
+  ASSERT_OK_AND_ASSIGN(const auto direct, mapped->StoredKeysOf(transposed.ordinal, 9));
+  EXPECT_EQ(keys, direct);
+  // Names of what has no cells.
+  ASSERT_OK_AND_ASSIGN(const auto names, Map(R"([{"key": "a", "to": "z.a"}, {"drop": "x"}])"));
+  ASSERT_OK_AND_ASSIGN(const auto twice, OpenedCheckpoint::Mapped(names, more));
+  EXPECT_EQ(names->ShownNameOf("a"), "z.a");
+  EXPECT_EQ(twice->ShownNameOf("a"), "");
+  EXPECT_EQ(twice->ShownNameOf("b"), "c");
+  EXPECT_FALSE(names->LeavesOut("a"));
+  EXPECT_TRUE(twice->LeavesOut("a"));
+  EXPECT_TRUE(twice->LeavesOut("x"));
+  EXPECT_FALSE(twice->LeavesOut("b"));
 }
 
 TEST_F(NameBindingTest, RefusesElementsBelowOneByte) {
