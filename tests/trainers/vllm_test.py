@@ -2,6 +2,7 @@
 """vLLM with `--load-format tensormount`, on CPUs: greedy tokens equal those of a directory of Hugging Face, each rank
 reads its own part, and a reload reads what changed. How to run it: docs/testing.md."""
 
+import atexit
 import importlib.util
 import json
 import os
@@ -38,6 +39,7 @@ def provide_entry_point():
     if any(one.value == "tensormount.vllm:register" for one in entry_points(group="vllm.general_plugins")):
         return
     directory = tempfile.mkdtemp(dir=os.environ.get("TENSORMOUNT_TEST_TMPDIR"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     about = os.path.join(directory, "tensormount_tree-0.dist-info")
     os.mkdir(about)
     with open(os.path.join(about, "METADATA"), "w", encoding="utf-8") as file:
