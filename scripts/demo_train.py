@@ -21,12 +21,7 @@ def prepare():
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file="tests/assets/tokenizer/tokenizer.json", eos_token="</s>")
     tokenizer.save_pretrained("MODEL")
-    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    transformers.LlamaConfig(
-        architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=2,
-        num_attention_heads=16, num_key_value_heads=16, vocab_size=2048, rms_norm_eps=1e-5, rope_parameters=scaling,
-        max_position_embeddings=131072, tie_word_embeddings=False).save_pretrained("MODEL")
+    torchtitan_cpu.hugging_face_config().save_pretrained("MODEL")
 
 
 def train(steps):

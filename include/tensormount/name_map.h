@@ -14,7 +14,7 @@ namespace tensormount {
 struct NameMap {
   // JSON: a list of rules, or an object {"version": 1, "rules": [...]}.
   std::string rules = {};
-  // What the result is called, for which the library has rules; they apply after `rules`. "hf": the
+  // The library's own rules to apply after `rules`, by the names that the result has. "hf": the
   // names of Hugging Face files; "hf:qwen3": of this family. "megatron:qwen3": those of this
   // trainer, from Hugging Face names or from those of another trainer.
   std::string as = {};

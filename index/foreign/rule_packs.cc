@@ -203,9 +203,9 @@ std::string ModelConfigOf(const OpenedCheckpoint& source) {
   return NameRules::ModelTypeOf(text).empty() ? std::string() : text;
 }
 
-// What the two maps from one trainer's layout to another's do with an optimizer's tensors, unless
-// the caller says so: a run goes on, so moments are kept. Weights that are kept with more precision
-// take the place of the model's if the other layout has no place for them.
+// Chooses, where the caller did not, what becomes of an optimizer's tensors on the way from one
+// trainer's layout to another's. A run goes on, so moments are kept. Weights that the optimizer has
+// with more precision take the place of the model's, unless both layouts are the same.
 void ChooseSlots(const NameMap& map, const std::vector<std::string>& keys, NameRules& first,
                  NameRules& second) {
   const auto choose = [&](const char* name, std::int64_t value) {
@@ -276,14 +276,12 @@ Result<std::shared_ptr<const OpenedCheckpoint>> ApplyNames(
   if (map.empty()) return source;
   NameMap given = map;
   if (!given.as.empty() && given.config.empty()) given.config = ModelConfigOf(*source);
-  NameRules before;
+  auto before = std::make_shared<const NameRules>();
   if (!given.rules.empty()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const NameRules> rules,
-                                 NameRules::FromMap(given));
-    before = *rules;
-    TENSORMOUNT_ASSIGN_OR_RETURN(source, ApplyMaps(std::move(source), before));
+    TENSORMOUNT_ASSIGN_OR_RETURN(before, NameRules::FromMap(given));
+    TENSORMOUNT_ASSIGN_OR_RETURN(source, ApplyMaps(std::move(source), *before));
   }
-  return given.as.empty() ? source : ApplyPacks(std::move(source), given, before);
+  return given.as.empty() ? source : ApplyPacks(std::move(source), given, *before);
 }
 
 }  // namespace tensormount

@@ -126,8 +126,8 @@ class OpenedCheckpoint {
   Result<std::vector<std::string>> StoredKeysOf(std::uint32_t ordinal, std::size_t most) const;
   // The stored key of the object `key`.
   std::string StoredObjectKey(const std::string& key) const;
-  // What the name maps call something stored that has a key and no cells (NameRules::NameOf).
-  // Empty: it is left out.
+  // The name that the name maps give to something that is stored with a key and without cells, such
+  // as an object (NameRules::NameOf). Empty: it is left out.
   std::string ShownNameOf(std::string stored_key) const;
   // Whether the name maps leave out the stored tensor, or the other thing, `stored_key`.
   bool LeavesOut(const std::string& stored_key) const;

@@ -104,8 +104,10 @@ std::vector<ForeignLoss> ShownLosses(const std::vector<ForeignLoss>& losses,
 // Fails if `outer`, a name map over that of `inner`, needs cells that `inner` fills with zeros:
 // they are in no chunk.
 Status CheckNoZeros(const NameBinding& inner, const NameBinding& outer) {
+  std::vector<bool> seen(outer.applications());  // All tensors of one have the same sources.
   for (std::uint32_t t = 0; t < outer.size(); ++t) {
-    if (outer.WholeSource(t)) continue;
+    if (outer.WholeSource(t) || seen[outer.ApplicationOf(t)]) continue;
+    seen[outer.ApplicationOf(t)] = true;
     for (const MappedTensor::Source& source : outer.At(t).sources) {
       for (const std::uint32_t ordinal : source.ordinals) {
         if (inner.WholeSource(ordinal)) continue;

@@ -110,8 +110,8 @@ class Binder {
       : index_(index), rules_(rules), lost_(lost), binding_(new NameBinding) {}
 
   Result<std::shared_ptr<const NameBinding>> Run() {
-    TENSORMOUNT_RETURN_IF_ERROR(rules_.ExpandSlots());
     TENSORMOUNT_RETURN_IF_ERROR(rules_.FindNumbers(index_));
+    TENSORMOUNT_RETURN_IF_ERROR(rules_.ExpandSlots());
     TENSORMOUNT_RETURN_IF_ERROR(SelectRules());
     TENSORMOUNT_RETURN_IF_ERROR(MatchTensors());
     TENSORMOUNT_RETURN_IF_ERROR(CheckLost());

@@ -728,60 +728,52 @@ NameRules NameRules::Inverse(bool layers) const {
 }
 
 // The rules of slots come first, because a rule that drops all of an optimizer's tensors may
-// follow.
+// follow. Nobody asks for most slots of a pack, so those that cannot apply cost nothing here.
 Status NameRules::ExpandSlots() {
   std::vector<NameRule> expanded;
+  std::vector<NameRule> replaced;
   const auto only = std::stable_partition(rules.begin(), rules.end(), [](const NameRule& rule) {
     return rule.slots != NameRule::Slots::kOnly;
   });
   const auto tensors = static_cast<std::size_t>(only - rules.begin());
-  // Calls fn(rule, position, slot) for each rule to which a slot applies, with "when" of both.
-  const auto for_each = [&](auto fn) -> Status {
-    for (const Slot& slot : slots) {
-      for (std::size_t r = 0; r < rules.size(); ++r) {
-        if (rules[r].kind != NameRule::Kind::kAxes) continue;
-        if (rules[r].slots == NameRule::Slots::kNone) continue;
-        NameRule made = rules[r];
-        made.position += ", " + slot.position;
-        bool possible = true;
-        for (const auto& [name, value] : slot.when) {
-          possible = possible && made.when.emplace(name, value).first->second == value;
+  for (const Slot& slot : slots) {
+    const bool may_apply = std::ranges::all_of(slot.when, [&](const auto& when) {
+      const auto number = numbers.find(when.first);
+      return number == numbers.end() || number->second == when.second;
+    });
+    if (!may_apply) continue;
+    for (std::size_t r = 0; r < rules.size(); ++r) {
+      if (rules[r].kind != NameRule::Kind::kAxes) continue;
+      if (rules[r].slots == NameRule::Slots::kNone) continue;
+      NameRule rule = rules[r];
+      rule.position += ", " + slot.position;
+      const bool possible = std::ranges::all_of(slot.when, [&](const auto& when) {
+        return rule.when.emplace(when).first->second == when.second;
+      });
+      if (!possible) continue;
+      if (slot.to == kSlotKey && r < tensors) {
+        NameRule& left_out = replaced.emplace_back(rule);
+        left_out.kind = NameRule::Kind::kReplaced;
+        left_out.replaces = r;
+        for (const std::string& form : slot.from) left_out.slot.push_back(SplitSlotKey(form));
+      }
+      rule.optional = true;
+      rule.second_form = false;
+      for (NameRule::Side& side : rule.to) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(side.key, KeyPattern::Parse(SlotKeyOf(slot.to, side.key)));
+      }
+      for (const std::string& form : slot.from) {
+        rule.slot = {SplitSlotKey(form)};
+        for (std::size_t s = 0; s < rule.from.size(); ++s) {
+          TENSORMOUNT_ASSIGN_OR_RETURN(rule.from[s].key,
+                                       KeyPattern::Parse(SlotKeyOf(form, rules[r].from[s].key)));
         }
-        if (possible) TENSORMOUNT_RETURN_IF_ERROR(fn(std::move(made), r, slot));
+        expanded.push_back(rule);
       }
     }
-    return Status();
-  };
-  TENSORMOUNT_RETURN_IF_ERROR(for_each([&](NameRule rule, std::size_t, const Slot& slot) -> Status {
-    rule.optional = true;
-    rule.second_form = false;
-    const std::vector<NameRule::Side> from = rule.from;
-    for (NameRule::Side& side : rule.to) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(side.key, KeyPattern::Parse(SlotKeyOf(slot.to, side.key)));
-    }
-    for (const std::string& form : slot.from) {
-      rule.slot = {SplitSlotKey(form)};
-      for (std::size_t s = 0; s < from.size(); ++s) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(rule.from[s].key,
-                                     KeyPattern::Parse(SlotKeyOf(form, from[s].key)));
-      }
-      expanded.push_back(rule);
-    }
-    return Status();
-  }));
-  std::vector<NameRule> replacing;
-  TENSORMOUNT_RETURN_IF_ERROR(
-      for_each([&](NameRule rule, std::size_t position, const Slot& slot) -> Status {
-        if (slot.to != kSlotKey || position >= tensors) return Status();
-        rule.kind = NameRule::Kind::kReplaced;
-        rule.replaces = position;
-        rule.slot.clear();
-        for (const std::string& form : slot.from) rule.slot.push_back(SplitSlotKey(form));
-        replacing.push_back(std::move(rule));
-        return Status();
-      }));
-  const std::size_t before = expanded.size() + replacing.size();
-  for (NameRule& rule : replacing) {
+  }
+  const std::size_t before = expanded.size() + replaced.size();
+  for (NameRule& rule : replaced) {
     rule.replaces += before;
     expanded.push_back(std::move(rule));
   }

@@ -59,9 +59,9 @@ struct NameRule {
   // One of the two must match.
   bool second_form = false;
 
-  // What a stored key of a slot has before and after the key of its tensor. For kAxes: this rule
-  // is that of the slot. For kReplaced: the tensors that take the place; one of these forms must be
-  // stored.
+  // The stored key of a slot is the text `before`, the key of the tensor, and the text `after`. A
+  // rule of kind kAxes that has one is a slot's. For kReplaced: the keys of the tensors that take
+  // the place; one of these forms must be stored.
   struct SlotKey {
     std::string before;
     std::string after;
@@ -129,7 +129,8 @@ struct NameRules {
   // The rules from the mapped names back to the stored ones, with `layers` one tensor for each
   // layer where the file allows both. What these rules drop does not come back.
   NameRules Inverse(bool layers) const;
-  // Replaces `slots` by rules.
+  // Replaces `slots` by rules. Call it after FindNumbers: slots whose "when" does not hold are left
+  // out.
   Status ExpandSlots();
   // Whether one of `keys` is that of a slot that takes the place of its tensor.
   bool HasReplacing(const std::vector<std::string>& keys) const;

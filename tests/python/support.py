@@ -67,6 +67,19 @@ class Folder(unittest.TestCase):
         cls.addClassCleanup(os.chdir, before)
 
 
+def damage(path, key, garbage):
+    """Overwrites the first bytes of a tensor that is stored in one chunk, in the checkpoint directory `path`."""
+    import tensormount as tm
+
+    with tm.open(path) as checkpoint:
+        (chunk,) = checkpoint[key].layout()["chunks"]
+    file = os.path.join(path, chunk["file"])
+    os.chmod(file, 0o600)
+    with open(file, "r+b") as held:
+        held.seek(chunk["offset"])
+        held.write(garbage)
+
+
 def check_examples(test, document, marker):
     """Runs the one example of docs/DOCUMENT that is marked as executed by `marker`, in a new folder."""
     test.addCleanup(os.chdir, os.getcwd())

@@ -152,15 +152,6 @@ def go_on_in_torchtitan(dump):
     trainer.close()
 
 
-def torchtitan_config():
-    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    return transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
-        vocab_size=2048, rms_norm_eps=1e-5, rope_parameters=scaling, max_position_embeddings=131072,
-        tie_word_embeddings=False)
-
-
 # ---- OLMo-core -----------------------------------------------------------------------------------
 
 
@@ -234,14 +225,14 @@ class Models(support.Folder):
 
         torchtitan_cpu.make_assets()
         torchrun(HERE, 2, ("train_torchtitan",))
-        self.check_weights("titan", "titan/checkpoint/step-2", torchtitan_config())
-        self.check("titan", "titan/checkpoint/step-2", torchtitan_config(), 1e-5)
+        self.check_weights("titan", "titan/checkpoint/step-2", torchtitan_cpu.hugging_face_config())
+        self.check("titan", "titan/checkpoint/step-2", torchtitan_cpu.hugging_face_config(), 1e-5)
 
     def test_a_run_of_megatron_goes_on_in_torchtitan(self):
         import torchtitan_cpu
 
         torchtitan_cpu.make_assets()
-        torchtitan_config().save_pretrained("config")
+        torchtitan_cpu.hugging_face_config().save_pretrained("config")
         for dtype in ("float32", "bfloat16"):
             with self.subTest(dtype=dtype):
                 torchrun(HERE, 2, ("train_megatron", f"megatron/{dtype}", dtype))

@@ -139,15 +139,27 @@ def make_assets(words=400):
     vocabulary["</s>"] = words
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    os.makedirs("tests/assets/tokenizer")
+    os.makedirs("tests/assets/tokenizer", exist_ok=True)
     tokenizer.save("tests/assets/tokenizer/tokenizer.json")
     with open("tests/assets/tokenizer/tokenizer_config.json", "w") as file:
         json.dump({"eos_token": "</s>"}, file)
-    os.makedirs("tests/assets/c4_test")
+    os.makedirs("tests/assets/c4_test", exist_ok=True)
     with open("tests/assets/c4_test/data.json", "w") as file:
         for line in range(200):
             text = " ".join(f"w{(line * 31 + word * word * 7) % words}" for word in range(150))
             file.write(json.dumps({"text": text}) + "\n")
+
+
+def hugging_face_config():
+    """The configuration of the model of `config`, with two layers, for transformers."""
+    import transformers
+
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=2,
+        num_attention_heads=16, num_key_value_heads=16, vocab_size=2048, rms_norm_eps=1e-5, rope_parameters=scaling,
+        max_position_embeddings=131072, tie_word_embeddings=False)
 
 
 def config(dump, checkpoint, steps, layers=2, tp=1):

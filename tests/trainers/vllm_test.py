@@ -255,13 +255,7 @@ class Vllm(support.Folder):
         self.of_directory("llama-B")
         llm = self.check("llama", "STORE/llama.1")
         support.run("import", "llama-B", "BAD/step-1", "--ranks", "1")
-        with tm.open("BAD/step-1") as checkpoint:
-            (chunk,) = checkpoint["model.layers.1.self_attn.k_proj.weight"].layout()["chunks"]
-        path = os.path.join("BAD/step-1", chunk["file"])
-        os.chmod(path, 0o600)
-        with open(path, "r+b") as file:
-            file.seek(chunk["offset"])
-            file.write(b"\xff\x00\xff")
+        support.damage("BAD/step-1", "model.layers.1.self_attn.k_proj.weight", b"\xff\x00\xff")
         with self.assertRaisesRegex(Exception, "DATA_LOSS"):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": "BAD/step-1"})
         self.assertEqual(llm.collective_rpc("loaded_checkpoint"), [{}])

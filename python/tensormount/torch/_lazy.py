@@ -212,7 +212,7 @@ class LazyTensor(torch.Tensor):
             raise UnsupportedError(
                 f"{func}: a lazy tensor of a checkpoint is read-only; use lazy.clone(), or copy_ into a tensor"
             )
-        # In inference mode operations arrive here before they are composed of others.
+        # In inference mode an operation that consists of others arrives here undivided.
         found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
