@@ -96,17 +96,25 @@ except ImportError:
 import megatron.core  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 # Megatron's own loader of "fully_reshardable" expects an Adam that has its step in the parameter groups.
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, param, tensors: _set_states(
     self, param, {**self._get_main_param_and_optimizer_states(param), **tensors})
+# 0.16.1 asks for it without having it, if Transformer Engine is not installed.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
 
 
@@ -180,6 +188,23 @@ class Training:
         self.model.finish_grad_sync()
         self.optimizer.step()
         return loss.item()
+
+    def step_in_stages(self, number):
+        """One step with two microbatches by Megatron's own schedule; the losses, which only the last stage has."""
+        def forward(batches, model):
+            tokens = next(batches)
+            losses = model(tokens, torch.arange(16).repeat(2, 1), None, labels=tokens)
+            return losses, lambda found: (found.float().mean(), found.float().mean().item())
+
+        self.model.zero_grad_buffer()
+        self.model.config.finalize_model_grads_func = finalize_model_grads
+        generator = torch.Generator().manual_seed(1000 * number + parallel_state.get_data_parallel_rank())
+        batches = torch.randint(0, self.vocabulary, (2, 2, 16), generator=generator)
+        losses = get_forward_backward_func()(
+            forward_step_func=forward, data_iterator=iter(batches), model=self.model, num_microbatches=2, seq_length=16,
+            micro_batch_size=2, forward_only=False)
+        self.optimizer.step()
+        return losses
 
     def fill(self, seed):
         """A step with invented gradients, for models in pipeline stages. Those of replicas are equal."""

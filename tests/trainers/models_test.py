@@ -61,10 +61,7 @@ def megatron_logits(kind):
     """The logits of the checkpoint in Megatron, on one rank."""
     import megatron_cpu
     from megatron.core import dist_checkpointing as dc
-    from megatron.core.transformer.moe import moe_utils
 
-    # 0.16.1 asks for it without having it, if Transformer Engine is not installed.
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     megatron_cpu.parallel()
     model = megatron_model(kind)
     with tm.megatron.install():
