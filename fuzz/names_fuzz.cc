@@ -2,9 +2,11 @@
 #include <cstdlib>
 #include <vector>
 
+#include "index/records/made_config.h"
 #include "index/records/mapped_table.h"
 #include "index/records/name_binding.h"
 #include "index/records/name_rules.h"
+#include "index/records/named_values.h"
 #include "shard/tensor_meta.h"
 
 using namespace tensormount;
@@ -23,7 +25,9 @@ std::shared_ptr<const CheckpointIndex> MakeIndex() {
   add("empty", DType::kU8, {std::int64_t{1} << 40, 0});
   add("huge", DType::kU8, {std::int64_t{1} << 30, std::int64_t{1} << 28});
   add("packed", DType::kF4, {8, 8});
+  add("moments.b.m", DType::kU8, {2, 6, 4});
   add("scalar", DType::kF64, {});
+  inventory.common.emplace("args", CommonDict{{{"n", 2}, {"rope", true}}});
   return CheckpointIndex::FromInventory(inventory).value();
 }
 
@@ -41,24 +45,42 @@ void CheckTerms(const NameBinding& binding, std::uint32_t ordinal) {
   if (cells != Box::Whole(shape).volume()) std::abort();
 }
 
-}  // namespace
-
-// Rules of name maps, applied to a checkpoint without data.
-extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t size) {
-  static const std::shared_ptr<const CheckpointIndex> index = MakeIndex();
-  const NameMap map{.rules = std::string(reinterpret_cast<const char*>(data), size),
-                    .numbers = {{"heads", 2}},
-                    .config = R"({"model_type": "llama", "num_attention_heads": 2})"};
-  const auto rules = NameRules::FromMap(map);
-  if (!rules.ok() || !rules.value()) return 0;
-  const auto binding = NameBinding::Bind(*index, *rules.value());
-  if (!binding.ok()) return 0;
-  const auto mapped = CheckpointIndex::Mapped(index, binding.value());
+// Applies a map, and the ones in its "base" before it; null if it does not fit.
+std::shared_ptr<const CheckpointIndex> Apply(std::shared_ptr<const CheckpointIndex> index,
+                                             const NameRules& rules) {
+  for (const NameRules& first : rules.base) {
+    index = Apply(std::move(index), first);
+    if (!index) return nullptr;
+  }
+  const auto binding = NameBinding::Bind(*index, rules);
+  if (!binding.ok()) return nullptr;
+  auto mapped = CheckpointIndex::Mapped(index, binding.value());
   if (!mapped.ok()) std::abort();
   for (std::uint32_t t = 0; t < binding.value()->size() && t < 1000; ++t) {
     if (!binding.value()->WholeSource(t)) CheckTerms(*binding.value(), t);
     if (!mapped.value()->At(t).ok()) std::abort();
   }
-  (void)NameBinding::Bind(*index, rules.value()->Inverse(false));
+  (void)NameBinding::Bind(*index, rules.Inverse(false));
+  const NameRules& bound = binding.value()->rules();
+  if (bound.config_rules) {
+    NamedValues places(*index, bound.config.get(), nullptr);
+    const auto made = MadeConfig::Make(*bound.config_rules, places, bound.numbers, *mapped.value());
+    if (!made.ok() || made.value().text.empty() == made.value().why.empty()) std::abort();
+  }
+  return std::move(mapped).value();
+}
+
+}  // namespace
+
+// Rules of name maps, applied to a checkpoint without data.
+extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t size) {
+  static const std::shared_ptr<const CheckpointIndex> index = MakeIndex();
+  // With `as`, rules need not use the number.
+  const NameMap map{.rules = std::string(reinterpret_cast<const char*>(data), size),
+                    .as = "hf",
+                    .numbers = {{"heads", 2}},
+                    .config = R"({"model_type": "llama", "num_attention_heads": 2})"};
+  const auto rules = NameRules::FromMap(map);
+  if (rules.ok() && rules.value()) (void)Apply(index, *rules.value());
   return 0;
 }

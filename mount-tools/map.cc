@@ -120,6 +120,10 @@ class MapCheck {
         terminal.Line(fmt::format("not used: {}", rules_.rules[r].position));
       }
     }
+    if (const MadeConfig* config = mapped_.made_config()) {
+      terminal.Line(config->text.empty() ? "config.json: give it by --with, because " + config->why
+                                         : "config.json: made of what the trainer saved");
+    }
     if (terminal.quiet) return;
     bool leaves_out = false;
     for (std::size_t r = 0; r < uses_.size(); ++r) leaves_out = leaves_out || LeavesOut(r);
@@ -200,6 +204,9 @@ class MapCheck {
     }
     json["dropped"] = dropped_;
     json["padded"] = padded_;
+    if (const MadeConfig* config = mapped_.made_config(); config && !config->text.empty()) {
+      json["config"] = OrderedJson::parse(config->text);
+    }
     return json;
   }
 

@@ -257,6 +257,17 @@ bool IsTorchs(ExportFormat format) {
          format == ExportFormat::kTorch;
 }
 
+// transformers does not load a model without config.json. The name map may know how it is made.
+void NoteMissingConfig(const CheckpointView& view, ExportPlan& plan) {
+  const MadeConfig* const made = view.opened().made_config();
+  if (made == nullptr || !made->text.empty()) return;
+  const bool exists =
+      std::ranges::any_of(plan.files, [](const auto& file) { return file.name == "config.json"; });
+  if (exists) return;
+  plan.notes.push_back("there is no config.json, which transformers needs, because " + made->why +
+                       ": give the model's directory by --with");
+}
+
 // Adds notes on objects, values and names that the format cannot store. This is not an error,
 // because an export is mainly for tensors.
 Status NoteUnsupportedContent(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
@@ -285,6 +296,7 @@ Status NoteUnsupportedContent(const CheckpointView& view, ExportFormat format, E
     }
   }
   note(values, "common value");
+  if (format == ExportFormat::kHf) NoteMissingConfig(view, plan);
   if (IsTorchs(format) || format == ExportFormat::kHf) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const TiedNames tied, TiedNames::Make(view.shown()));
   NameSummary names;

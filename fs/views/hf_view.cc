@@ -15,6 +15,7 @@ namespace tensormount::fs {
 namespace {
 
 constexpr std::uint64_t kMaxConfigBytes = 1 << 20;
+const std::string kConfigFile = "config.json";
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 
 // Name of an object in hf/: the last name of its key.
@@ -53,11 +54,16 @@ void HfView::FindCarried() {
       all[name] = {.name = name, .part = 0, .bytes = bytes};
     }
   }
+  const MadeConfig* const made = shown_.opened.made_config();
+  if (made != nullptr && !made->text.empty() && !all.contains(kConfigFile)) {
+    all[kConfigFile] = {
+        .name = kConfigFile, .part = 0, .bytes = std::make_shared<const std::string>(made->text)};
+  }
   for (auto& [name, carried] : all) carried_.push_back(std::move(carried));
 }
 
 bool HfView::HasTiedEmbeddings() const {
-  const auto config = std::ranges::find(carried_, "config.json", &Carried::name);
+  const auto config = std::ranges::find(carried_, kConfigFile, &Carried::name);
   if (config == carried_.end() || SizeOf(*config) > kMaxConfigBytes) return false;
   std::string text(static_cast<std::size_t>(SizeOf(*config)), '\0');
   if (config->bytes) {

@@ -23,8 +23,6 @@ namespace {
 
 // Size of the largest object that is shown as a value.
 constexpr std::uint64_t kMaxValue = std::uint64_t{64} << 10;
-// Largest common state of Megatron-Core, which is one object with all arguments of the run.
-constexpr std::uint64_t kMaxCommonState = std::uint64_t{64} << 20;
 constexpr std::size_t kMaxValues = 4096;
 constexpr std::uint64_t kMaxValuesBytes = std::uint64_t{16} << 20;
 // A window is a range of a file that is read at once for several neighbouring objects. Windows of
@@ -34,9 +32,6 @@ constexpr std::uint64_t kWindow = std::uint64_t{1} << 20;
 constexpr std::uint64_t kMostReadTogether = std::uint64_t{4} << 20;
 // Largest gap between objects of one window; reading a small gap costs less than another read.
 constexpr std::uint64_t kMaxGap = std::uint64_t{16} << 10;
-
-// Key of the common state, an object since Megatron-Core 0.19 (before it was the file common.pt).
-constexpr std::string_view kCommonState = "common_state";
 
 // A File whose content is the bytes of one object that were already read, for TorchArchive.
 class WindowFile : public ReadOnlyFile {
@@ -62,9 +57,13 @@ class WindowFile : public ReadOnlyFile {
   std::string path_;
 };
 
-// Parses the torch archive that an object consists of; nullopt if the object is not one. A pickle
-// without an archive is not parsed, because its bytes could be anything.
-std::optional<TorchArchive> ArchiveOf(const std::string& bytes, const std::string& key) {
+bool IsCommonState(const ObjectRecord& part) {
+  return part.key == kMegatronCommonObject && part.grid == Dims{1};
+}
+
+}  // namespace
+
+std::optional<TorchArchive> ArchiveOfObject(const std::string& bytes, const std::string& key) {
   if (!bytes.starts_with("PK\3\4")) return std::nullopt;
   WindowFile file(bytes, key);
   Result<TorchArchive> archive = TorchArchive::Read(file, 0, bytes.size());
@@ -72,15 +71,9 @@ std::optional<TorchArchive> ArchiveOf(const std::string& bytes, const std::strin
   return std::move(archive).value();
 }
 
-bool IsCommonState(const ObjectRecord& part) {
-  return part.key == kCommonState && part.grid == Dims{1};
-}
-
-}  // namespace
-
 std::optional<CommonValue> ValueOfObject(const std::string& bytes, const std::string& key,
                                          ValueBudget& budget) {
-  const std::optional<TorchArchive> archive = ArchiveOf(bytes, key);
+  const std::optional<TorchArchive> archive = ArchiveOfObject(bytes, key);
   return archive ? budget.Convert(archive->document().root()) : std::nullopt;
 }
 
@@ -97,7 +90,7 @@ Status DcpObjects::AddCommon(bool megatron) {
   // The builder already has all objects. From here on, parts_ contains only objects that may be
   // values.
   std::erase_if(parts_, [&](const ObjectRecord& part) {
-    if (megatron && IsCommonState(part)) return part.length > kMaxCommonState;
+    if (megatron && IsCommonState(part)) return part.length > kMaxMegatronCommon;
     // An object in several parts is not a value.
     return part.length > kMaxValue || CheckedProduct(part.grid) != 1;
   });
@@ -163,7 +156,7 @@ Result<std::size_t> DcpObjects::AddValues(std::size_t first, std::size_t count, 
 }
 
 Status DcpObjects::AddValue(const ObjectRecord& part, const std::string& bytes, bool megatron) {
-  const std::optional<TorchArchive> archive = ArchiveOf(bytes, part.key);
+  const std::optional<TorchArchive> archive = ArchiveOfObject(bytes, part.key);
   if (!archive) return Status();
   pickle::Value root = archive->document().root();
   if (megatron && part.grid.rank() > 0) {

@@ -10,6 +10,7 @@
 #include "tensormount/common_value.h"
 #include "tensormount/status.h"
 
+#include "index/archives/torch_archive.h"
 #include "index/foreign/dcp_metadata.h"
 #include "index/foreign/foreign.h"
 #include "index/foreign/value_budget.h"
@@ -17,6 +18,9 @@
 
 namespace tensormount {
 
+// The torch archive that an object consists of; nullopt if it is not one. A pickle without an
+// archive is not parsed, because its bytes could be anything.
+std::optional<TorchArchive> ArchiveOfObject(const std::string& bytes, const std::string& key);
 // The value of an object that torch.save wrote. nullopt: the bytes are not a torch archive, the
 // value is not plain data, or the budget is exceeded.
 std::optional<CommonValue> ValueOfObject(const std::string& bytes, const std::string& key,

@@ -25,15 +25,12 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
-constexpr std::string_view kCommonFile = "common.pt";
 constexpr std::string_view kConfigFile = "metadata.json";
 constexpr std::array<std::string_view, 2> kBackends = {"torch_dist", "zarr"};
 constexpr const char* kBackendField = "sharded_backend";
 constexpr const char* kCommonBackendField = "common_backend";  // The backend of common.pt.
 constexpr std::string_view kCommonBackend = "torch";
 constexpr int kBackendVersion = 1;  // The only version of any backend so far.
-// Largest common.pt that is parsed: it is read when the checkpoint is opened.
-constexpr std::uint64_t kMaxCommonFile = std::uint64_t{64} << 20;
 
 // Parses numbers like "1.0.3"; nullopt for other texts and more than kMaxRank numbers. from_chars
 // refuses plus signs, spaces and overflow.
@@ -138,6 +135,33 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, C
                               ? CommonKey(items.key(i).integer())
                               : CommonKey(std::string(items.key(i).text()));
     out.items.insert_or_assign(key, std::move(*plain));
+  }
+  return out;
+}
+
+// The dict of common state. Since Megatron-Core 0.19 it is a sharded object, a list with one item.
+Value CommonItems(const TorchArchive& archive) {
+  const Value root = archive.document().root();
+  return root.kind() == Kind::kList && root.size() == 1 ? root.item(0) : root;
+}
+
+// The values of a dict that are plain data, or have a part that is. The others are added to `lost`.
+CommonDict PlainItems(const Value& items, CountedNames& lost, ValueBudget& budget) {
+  CommonDict out;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (!IsNamed(items.key(i)) || TorchArchive::IsTensor(items.item(i))) continue;
+    if (IsTooLong(items.key(i))) {
+      lost.Add(ShownKey(items.key(i)));
+      continue;
+    }
+    const std::string name = KeyText(items.key(i));
+    if (std::optional<CommonValue> plain = budget.Convert(items.item(i))) {
+      out.items.insert_or_assign(name, std::move(*plain));
+    } else if (std::optional<CommonDict> part = PlainPart(items.item(i), name, lost, budget)) {
+      out.items.insert_or_assign(name, std::move(*part));
+    } else {
+      lost.Add(ShownKey(items.key(i)));
+    }
   }
   return out;
 }
@@ -255,25 +279,11 @@ Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets
 // unsupported content is only a warning, because the whole archive is also shown as an object.
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget) {
-  Value items = archive.document().root();
-  // Since Megatron-Core 0.19 the common state is a sharded object, which is a list with one item.
-  if (items.kind() == Kind::kList && items.size() == 1) items = items.item(0);
+  const Value items = CommonItems(archive);
   if (items.kind() != Kind::kDict) return Status();
   CountedNames lost;  // Items that are not shown, because they are not plain data.
-  for (std::size_t i = 0; i < items.size(); ++i) {
-    if (!IsNamed(items.key(i)) || TorchArchive::IsTensor(items.item(i))) continue;
-    if (IsTooLong(items.key(i))) {
-      lost.Add(ShownKey(items.key(i)));
-      continue;
-    }
-    const std::string name = KeyText(items.key(i));
-    if (std::optional<CommonValue> plain = budget.Convert(items.item(i))) {
-      builder.AddCommon(name, std::move(*plain));
-    } else if (std::optional<CommonDict> part = PlainPart(items.item(i), name, lost, budget)) {
-      builder.AddCommon(name, std::move(*part));
-    } else {
-      lost.Add(ShownKey(items.key(i)));
-    }
+  for (auto& [key, value] : PlainItems(items, lost, budget).items) {
+    builder.AddCommon(std::get<std::string>(key), std::move(value));
   }
   if (lost.count > 0) {
     builder.Warn(std::string(from) + ": " + std::to_string(lost.count) +
@@ -296,22 +306,30 @@ Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::u
 // The file may be a legacy pickle, huge or damaged, so it is always added as an object; values and
 // tensors are added if it has at most 64 MiB and can be parsed.
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder) {
-  if (!folder.Has(kCommonFile)) return Status();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder.AddFile(kCommonFile));
+  if (!folder.Has(kMegatronCommonFile)) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder.AddFile(kMegatronCommonFile));
   const std::uint64_t length = builder.FileLength(file);
-  TENSORMOUNT_RETURN_IF_ERROR(builder.AddObject(kCommonFile, file, 0, length));
+  TENSORMOUNT_RETURN_IF_ERROR(builder.AddObject(kMegatronCommonFile, file, 0, length));
   const auto opaque = [&](const std::string& why) {
     builder.Warn("common.pt: shown as an object only: " + why);
     return Status();
   };
-  if (length > kMaxCommonFile) return opaque("the file is larger than 64 MiB");
+  if (length > kMaxMegatronCommon) return opaque("the file is larger than 64 MiB");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder.OpenFile(file));
   const Result<TorchArchive> archive = TorchArchive::Read(*opened, 0, length);
   if (!archive.ok()) return opaque(archive.status().message());
   if (archive.value().document().root().kind() != Kind::kDict)
     return opaque("the file does not contain a dict");
   ValueBudget budget;
-  return AddMegatronCommon(archive.value(), file, 0, kCommonFile, builder, budget);
+  return AddMegatronCommon(archive.value(), file, 0, kMegatronCommonFile, builder, budget);
+}
+
+CommonDict MegatronValues(const TorchArchive& archive) {
+  const Value items = CommonItems(archive);
+  if (items.kind() != Kind::kDict) return {};
+  CountedNames lost;
+  ValueBudget budget;
+  return PlainItems(items, lost, budget);
 }
 
 }  // namespace tensormount

@@ -63,6 +63,14 @@ class MegatronFlatShape {
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget);
 
+// The values that AddMegatronCommon adds.
+CommonDict MegatronValues(const TorchArchive& archive);
+// Name of the file with the common state, up to Megatron-Core 0.16, and of the object, since 0.19.
+inline constexpr std::string_view kMegatronCommonFile = "common.pt";
+inline constexpr std::string_view kMegatronCommonObject = "common_state";
+// Largest common state that is parsed, because it is read when the checkpoint is opened.
+inline constexpr std::uint64_t kMaxMegatronCommon = std::uint64_t{64} << 20;
+
 // Adds common.pt, if it exists, as an object, and its tensors and values (AddMegatronCommon).
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder);
 

@@ -4,17 +4,26 @@
 #include "index/foreign/rule_packs.h"
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "index/foreign/dcp_objects.h"
+#include "index/foreign/megatron.h"
+#include "index/records/made_config.h"
 #include "index/records/name_binding.h"
+#include "index/records/named_values.h"
 
 namespace tensormount {
 namespace {
 
 constexpr std::string_view kHuggingFace = "hf";
+constexpr std::string_view kMegatronLayout = "megatron";
+// The checkpoint that tensormount.megatron saves within Megatron's directory of an iteration.
+constexpr std::string_view kMegatronCheckpoint = "/tm-state";
 // The family of a pack whose rules do not depend on the model.
 constexpr std::string_view kAnyFamily = "any";
 
@@ -117,6 +126,28 @@ std::string OtherReasons(const std::string& family, const std::string& type,
   return text;
 }
 
+// What the trainer saved about itself outside of the checkpoint's common values. Checkpoints of
+// tensormount.megatron have it in the object of Megatron's common state (0.19), or in Megatron's
+// own file in the directory around (0.16). Null: there is none, or it cannot be read.
+std::shared_ptr<const CommonDict> TrainerValuesOf(const OpenedCheckpoint& source) {
+  std::optional<TorchArchive> archive;
+  const auto parts = source.index().ObjectParts(std::string(kMegatronCommonObject));
+  if (parts.ok() && parts.value().size() == 1 && parts.value()[0].length <= kMaxMegatronCommon) {
+    std::string bytes(static_cast<std::size_t>(parts.value()[0].length), '\0');
+    if (!source.ReadObject(parts.value()[0], 0, bytes.data(), bytes.size()).ok()) return nullptr;
+    archive = ArchiveOfObject(bytes, std::string(kMegatronCommonObject));
+  } else if (source.directory().ends_with(kMegatronCheckpoint)) {
+    const std::string around =
+        source.directory().substr(0, source.directory().size() - kMegatronCheckpoint.size());
+    const auto bytes = source.fs().ReadFile(JoinPath(around, std::string(kMegatronCommonFile)),
+                                            kMaxMegatronCommon);
+    if (!bytes.ok()) return nullptr;
+    archive = ArchiveOfObject(bytes.value(), std::string(kMegatronCommonFile));
+  }
+  if (!archive) return nullptr;
+  return std::make_shared<const CommonDict>(MegatronValues(*archive));
+}
+
 // From a trainer's layout to Hugging Face names.
 Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& map,
                                 const std::string& family, const std::vector<NameRules>& packs,
@@ -145,6 +176,8 @@ Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& m
   }
   if (fitting.size() == 1) {
     NameRules chosen = *fitting[0];
+    chosen.makes_model = chosen.family != kAnyFamily;
+    if (chosen.layout == kMegatronLayout) chosen.trainer_values = TrainerValuesOf(source);
     TENSORMOUNT_RETURN_IF_ERROR(chosen.AddGiven(map));
     return chosen;
   }
@@ -224,9 +257,21 @@ void ChooseSlots(const NameMap& map, const std::vector<std::string>& keys, NameR
 
 using Opened = std::shared_ptr<const OpenedCheckpoint>;
 
+// The config.json of a mapped checkpoint that has none.
+Result<MadeConfig> MadeConfigOf(const OpenedCheckpoint& mapped, const NameRules& rules) {
+  if (!rules.config_rules) return MadeConfig{.text = {}, .why = "the trainer does not save it"};
+  NamedValues places(mapped.source()->index(), nullptr, rules.trainer_values.get());
+  return MadeConfig::Make(*rules.config_rules, places, rules.numbers, mapped.index());
+}
+
 Result<Opened> Mapped(Opened source, const NameRules& rules) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<OpenedCheckpoint> mapped,
                                OpenedCheckpoint::Mapped(std::move(source), rules));
+  const NameRules& bound = mapped->binding()->rules();
+  if (bound.makes_model && !bound.config) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(MadeConfig config, MadeConfigOf(*mapped, bound));
+    mapped->SetMadeConfig(std::move(config));
+  }
   return Opened(std::move(mapped));
 }
 

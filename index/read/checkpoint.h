@@ -20,6 +20,7 @@
 #include "index/records/checkpoint_index.h"
 #include "index/records/commit_record.h"
 #include "index/records/extent_lookup.h"
+#include "index/records/made_config.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -147,6 +148,12 @@ class OpenedCheckpoint {
   // Adds a warning of the caller that selected this checkpoint. Call it before the object is
   // shared.
   void AddWarning(std::string warning) { warnings_.push_back(std::move(warning)); }
+  // The config.json that the name map makes of what the trainer saved; null if no map makes one.
+  const MadeConfig* made_config() const { return made_config_.get(); }
+  // Call it before the object is shared.
+  void SetMadeConfig(MadeConfig config) {
+    made_config_ = std::make_shared<const MadeConfig>(std::move(config));
+  }
   // Data that a foreign checkpoint names and its files lack. warnings() repeats the losses, up to a
   // limit. Empty for checkpoints with a COMMIT.
   const std::vector<ForeignLoss>& lost() const { return lost_; }
@@ -299,6 +306,7 @@ class OpenedCheckpoint {
   // Both null, or a name map is applied: then files are opened and read by source_.
   std::shared_ptr<const OpenedCheckpoint> source_;
   std::shared_ptr<const NameBinding> binding_;
+  std::shared_ptr<const MadeConfig> made_config_;
   std::shared_ptr<ProvenRanges> proven_;
   std::unique_ptr<Files> files_;
 };

@@ -10,6 +10,8 @@
 
 #include "index/records/checkpoint_index.h"
 #include "index/records/key_rule.h"
+#include "index/records/made_config.h"
+#include "index/records/named_values.h"
 #include "shard/strict_json.h"
 
 namespace tensormount {
@@ -369,13 +371,9 @@ Result<std::vector<std::vector<KeyPattern>>> ParsePatterns(const Json& json,
   return all;
 }
 
-bool IsPlace(std::string_view text) {
-  return text.starts_with("config.") || text.starts_with("common.");
-}
-
 // One member of "numbers": an integer, or a list of places.
 Status AddNumber(const std::string& name, const Json& value, NameRules& rules) {
-  if (!AxisNames::IsName(name)) return BadNameMap("\"" + name + "\" is not the name of a number");
+  if (!AxisNames::IsName(name)) return BadField("\"" + name + "\" is not the name of a number");
   if (value.is_number_unsigned() && value.get<std::uint64_t>() <= INT64_MAX) {
     rules.numbers.emplace(name, value.get<std::int64_t>());
     return {};
@@ -384,51 +382,16 @@ Status AddNumber(const std::string& name, const Json& value, NameRules& rules) {
   for (const Json& place : value.is_array() ? value : Json::array()) {
     const std::string text = place.is_string() ? place.get<std::string>() : std::string();
     const std::size_t condition = text.find(" if ");
-    if (!IsPlace(text) ||
-        (condition != std::string::npos && !IsPlace(text.substr(condition + 4)))) {
+    if (!NamedValues::IsPlace(text) ||
+        (condition != std::string::npos && !NamedValues::IsPlace(text.substr(condition + 4)))) {
       places.clear();
       break;
     }
     places.push_back(text);
   }
   if (!places.empty()) return {};
-  return BadNameMap("number " + name +
-                    " must be an integer, or a list of places \"config.NAME\" and \"common.PATH\"");
-}
-
-// The integer or boolean at a path of a config.json, "text_config.vocab_size"; nullopt if there is
-// none.
-std::optional<std::int64_t> NumberIn(const Json& config, std::string_view path) {
-  const Json* at = &config;
-  for (;;) {
-    const std::size_t dot = path.find('.');
-    if (!at->is_object()) return std::nullopt;
-    const auto member = at->find(std::string(path.substr(0, dot)));
-    if (member == at->end()) return std::nullopt;
-    at = &*member;
-    if (dot == std::string_view::npos) break;
-    path.remove_prefix(dot + 1);
-  }
-  if (at->is_boolean()) return at->get<bool>() ? 1 : 0;
-  if (!at->is_number_integer()) return std::nullopt;
-  if (at->is_number_unsigned() && at->get<std::uint64_t>() > INT64_MAX) return std::nullopt;
-  return at->get<std::int64_t>();
-}
-
-// The integer or boolean at a path of common values, "args.num_attention_heads"; nullopt if there
-// is none. A name may have dots itself.
-std::optional<std::int64_t> NumberIn(const CommonDict& values, std::string_view path) {
-  for (std::size_t dot = path.find('.');; dot = path.find('.', dot + 1)) {
-    const CommonValue* const value = values.Find(std::string(path.substr(0, dot)));
-    if (value != nullptr && dot == std::string_view::npos) {
-      if (const auto* number = value->get_if<std::int64_t>()) return *number;
-      if (const auto* flag = value->get_if<bool>()) return *flag ? 1 : 0;
-    }
-    if (dot == std::string_view::npos) return std::nullopt;
-    const auto* inner = value == nullptr ? nullptr : value->get_if<CommonDict>();
-    if (inner == nullptr) continue;
-    if (const auto found = NumberIn(*inner, path.substr(dot + 1))) return found;
-  }
+  return BadField("number " + name +
+                  " must be an integer, or a list of places \"config.NAME\" and \"common.PATH\"");
 }
 
 // The key that a rename without axes gives to a key with these captures of its "from".
@@ -455,6 +418,15 @@ std::set<std::string> NameRule::NamesOfAxes() const {
   return names;
 }
 
+bool NameRule::HasIndex(std::string_view name) const {
+  const auto has = [&](const Side& side) {
+    return std::ranges::any_of(side.key.captures(), [&](const KeyPattern::Capture& capture) {
+      return capture.is_index && capture.name == name;
+    });
+  };
+  return std::ranges::any_of(from, has) || std::ranges::any_of(to, has);
+}
+
 Result<NameRules> NameRules::FromJson(std::string_view json) {
   if (json.size() > kMaxBytes) return BadNameMap("more than 4 MiB");
   const std::size_t first = json.find_first_not_of(" \t\r\n");
@@ -463,22 +435,24 @@ Result<NameRules> NameRules::FromJson(std::string_view json) {
   const std::string text = list ? "{\"rules\":" + std::string(json) + "}" : std::string(json);
   Result<Json> parsed = ParseStrictJson(text);
   if (!parsed.ok()) return BadNameMap(parsed.status().message());
-  return FromParsed(list ? parsed.value()["rules"] : parsed.value(), LinesOfRules(json), 0);
+  Result<NameRules> rules =
+      FromParsed(list ? parsed.value()["rules"] : parsed.value(), LinesOfRules(json), 0);
+  return rules.ok() ? std::move(rules) : rules.status().WithContext("name map");
 }
 
 // `lines`: where the rules begin; empty if that is not known. `depth`: number of maps around it.
 Result<NameRules> NameRules::FromParsed(const Json& json, const std::vector<std::size_t>& lines,
                                         int depth) {
   const bool list = json.is_array();
-  if (!list && !json.is_object()) return BadNameMap("expected a list of rules, or an object");
+  if (!list && !json.is_object()) return BadField("expected a list of rules, or an object");
   NameRules rules;
   if (!list) {
     rules.others = Others::kRefuse;
     const auto version = json.find("version");
-    if (version == json.end()) return BadNameMap("\"version\" is missing");
+    if (version == json.end()) return BadField("\"version\" is missing");
     if (*version != 1) {
-      return Status(Code::kUnsupported, "name map: version " + version->dump() +
-                                            " is not known to this program, which knows 1");
+      return Status(Code::kUnsupported,
+                    "version " + version->dump() + " is not known to this program, which knows 1");
     }
   }
   const Json* entries = list ? &json : nullptr;
@@ -486,13 +460,13 @@ Result<NameRules> NameRules::FromParsed(const Json& json, const std::vector<std:
   for (const auto& [name, value] : (list ? none : json).items()) {
     if (name == "base") {
       if (depth == kMaxBases) {
-        return BadNameMap("more than " + std::to_string(kMaxBases) + " maps in one another");
+        return BadField("more than " + std::to_string(kMaxBases) + " maps in one another");
       }
       Result<NameRules> base = FromParsed(value, {}, depth + 1);
       if (!base.ok()) return base.status().WithContext("\"base\"");
       rules.base.push_back(std::move(base).value());
     } else if (name == "rules") {
-      if (!value.is_array()) return BadNameMap("\"rules\" must be a list");
+      if (!value.is_array()) return BadField("\"rules\" must be a list");
       entries = &value;
     } else if (name == "others") {
       static constexpr std::pair<const char*, Others> kOthers[] = {
@@ -501,33 +475,37 @@ Result<NameRules> NameRules::FromParsed(const Json& json, const std::vector<std:
           std::find_if(std::begin(kOthers), std::end(kOthers),
                        [&, &v = value](const auto& other) { return v == other.first; });
       if (found == std::end(kOthers)) {
-        return BadNameMap("\"others\" must be \"keep\", \"drop\" or \"refuse\"");
+        return BadField("\"others\" must be \"keep\", \"drop\" or \"refuse\"");
       }
       rules.others = found->second;
     } else if (name == "sizes") {
       Result<std::map<std::string, SizeFormula>> sizes = ParseSizes(value);
-      if (!sizes.ok()) return BadNameMap(sizes.status().message());
+      if (!sizes.ok()) return BadField(sizes.status().message());
       rules.sizes = std::move(sizes).value();
     } else if (name == "numbers") {
-      if (!value.is_object()) return BadNameMap("\"numbers\" must be an object");
+      if (!value.is_object()) return BadField("\"numbers\" must be an object");
       for (const auto& [number, size] : value.items()) {
         TENSORMOUNT_RETURN_IF_ERROR(AddNumber(number, size, rules));
       }
     } else if (name == "guards") {
-      if (!value.is_object()) return BadNameMap("\"guards\" must be an object");
+      if (!value.is_object()) return BadField("\"guards\" must be an object");
       for (const auto& [place, expected] : value.items()) {
-        if (!IsPlace(place) || !expected.is_number_integer()) {
-          return BadNameMap("guard " + place + " must be a place and an integer");
+        if (!NamedValues::IsPlace(place) || !expected.is_number_integer()) {
+          return BadField("guard " + place + " must be a place and an integer");
         }
         rules.guards.push_back({place, expected.get<std::int64_t>()});
       }
+    } else if (name == "config") {
+      const Status valid = MadeConfig::Check(value);
+      if (!valid.ok()) return valid.WithContext("\"config\"");
+      rules.config_rules = std::make_shared<const Json>(value);
     } else if (name == "counts") {
-      if (!value.is_object()) return BadNameMap("\"counts\" must be an object");
+      if (!value.is_object()) return BadField("\"counts\" must be an object");
       for (const auto& [index, number] : value.items()) {
         TENSORMOUNT_ASSIGN_OR_RETURN(rules.counts[index], StringOf(number, name));
       }
     } else if (name == "needs") {
-      if (!value.is_array()) return BadNameMap("\"needs\" must be a list");
+      if (!value.is_array()) return BadField("\"needs\" must be a list");
       for (const Json& forms : value) {
         rules.needs.emplace_back();
         for (const Json& form : forms.is_array() ? forms : Json::array({forms})) {
@@ -535,15 +513,15 @@ Result<NameRules> NameRules::FromParsed(const Json& json, const std::vector<std:
         }
       }
     } else if (name == "slots") {
-      if (!value.is_array()) return BadNameMap("\"slots\" must be a list");
+      if (!value.is_array()) return BadField("\"slots\" must be a list");
       std::size_t forms = 0;
       for (const Json& one : value) {
         const std::string position = "slots[" + std::to_string(rules.slots.size()) + "]";
         Result<Slot> slot = ParseSlot(one);
-        if (!slot.ok()) return slot.status().WithContext("name map: " + position);
+        if (!slot.ok()) return slot.status().WithContext(position);
         forms += slot.value().from.size();
         if (forms > kMaxSlots) {
-          return BadNameMap("more than " + std::to_string(kMaxSlots) + " slots");
+          return BadField("more than " + std::to_string(kMaxSlots) + " slots");
         }
         slot.value().position = position;
         rules.slots.push_back(std::move(slot).value());
@@ -555,12 +533,12 @@ Result<NameRules> NameRules::FromParsed(const Json& json, const std::vector<std:
       TENSORMOUNT_ASSIGN_OR_RETURN((name == "detect" ? rules.detect : rules.absent),
                                    ParsePatterns(value, name));
     } else if (name != "version" && name != "about") {
-      return BadNameMap("unknown field \"" + name + "\"");
+      return BadField("unknown field \"" + name + "\"");
     }
   }
-  if (entries == nullptr) return BadNameMap("\"rules\" is missing");
+  if (entries == nullptr) return BadField("\"rules\" is missing");
   if (entries->size() > kMaxRules) {
-    return BadNameMap("more than " + std::to_string(kMaxRules) + " rules");
+    return BadField("more than " + std::to_string(kMaxRules) + " rules");
   }
   for (std::size_t i = 0; i < entries->size(); ++i) {
     const std::string position =
@@ -582,8 +560,13 @@ Result<NameRules> NameRules::FromParsed(const Json& json, const std::vector<std:
       return Status();
     };
     if (const Status added = add(); !added.ok()) {
-      return added.WithContext("name map: " + position);
+      return added.WithContext(position);
     }
+  }
+  for (const auto& [index, number] : rules.counts) {
+    const bool known = std::ranges::any_of(
+        rules.rules, [&, &i = index](const NameRule& rule) { return rule.HasIndex(i); });
+    if (!known) return BadField("\"counts\": no key has {" + index + "}");
   }
   return rules;
 }
@@ -638,6 +621,7 @@ std::set<std::string> NameRules::NamesOfNumbers() const {
   for (const NameRules& first : base) names.merge(first.NamesOfNumbers());
   for (const auto& [name, number] : numbers) names.insert(name);
   for (const auto& [name, places] : sources) names.insert(name);
+  for (const auto& [index, name] : counts) names.insert(name);
   add_formulas(sizes);
   for (const Slot& slot : slots) {
     for (const auto& [name, value] : slot.when) names.insert(name);
@@ -800,33 +784,21 @@ bool NameRules::HasReplacing(const std::vector<std::string>& keys) const {
 }
 
 Status NameRules::FindNumbers(const CheckpointIndex& index) {
-  std::optional<CommonDict> common;
-  const auto at = [&](std::string_view place) -> Result<std::optional<std::int64_t>> {
-    const std::string_view path = place.substr(7);  // After "config." or "common.".
-    if (place.starts_with("config.")) {
-      return config ? NumberIn(*config, path) : std::optional<std::int64_t>();
-    }
-    if (!common) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState state, index.Common());
-      common.emplace();
-      for (const auto& [key, value] : state.values) common->items.emplace(key, value);
-    }
-    return NumberIn(*common, path);
-  };
-  for (const auto& [name, places] : sources) {
-    for (const std::string& text : places) {
+  NamedValues places(index, config.get(), trainer_values.get());
+  for (const auto& [name, texts] : sources) {
+    for (const std::string& text : texts) {
       if (numbers.contains(name)) break;
       const std::size_t condition = text.find(" if ");
       if (condition != std::string::npos) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(const auto holds, at(text.substr(condition + 4)));
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto holds, places.NumberAt(text.substr(condition + 4)));
         if (holds.value_or(0) == 0) continue;
       }
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, at(text.substr(0, condition)));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, places.NumberAt(text.substr(0, condition)));
       if (found && *found >= 0) numbers.emplace(name, *found);
     }
   }
   for (const Guard& guard : guards) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, at(guard.place));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, places.NumberAt(guard.place));
     if (!found || *found == guard.expected) continue;
     return Status(Code::kUnsupported, "name map: " + guard.place + " is " + std::to_string(*found) +
                                           ", and the rules are for " +

@@ -14,6 +14,7 @@
 
 #include <nlohmann/json_fwd.hpp>
 
+#include "tensormount/common_value.h"
 #include "tensormount/key_map.h"
 #include "tensormount/name_map.h"
 #include "tensormount/status.h"
@@ -72,6 +73,9 @@ struct NameRule {
   // The names of the axes of all sides.
   std::set<std::string> NamesOfAxes() const;
 
+  // Whether a key of the rule has the index `name`.
+  bool HasIndex(std::string_view name) const;
+
   // Names of captures that are in every key of the rule. Each combination of their values is one
   // application of the rule, with sizes of its own.
   std::set<std::string> group;
@@ -101,6 +105,13 @@ struct NameRules {
   // The model's config.json; null: none was given.
   std::shared_ptr<const nlohmann::json> config;
   std::string model_type;  // Of config.json.
+  // Common values that the trainer saved outside of the checkpoint; null: none.
+  std::shared_ptr<const CommonDict> trainer_values;
+  // Of a pack that is applied: whether the result is a whole model of Hugging Face, which needs a
+  // config.json.
+  bool makes_model = false;
+  // How config.json is made if there is none (MadeConfig); null: it cannot be made.
+  std::shared_ptr<const nlohmann::json> config_rules;
 
   // Of a rule pack: the family of models ("qwen3") and the trainer whose layout it reads
   // ("megatron"). Empty for a user's rules.

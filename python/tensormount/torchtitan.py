@@ -293,7 +293,9 @@ class CheckpointManager(_Base):
         False: the checkpoint is not such a one. Collective: each rank finds the same."""
         step = _STEP.fullmatch(os.path.basename(os.path.normpath(checkpoint_id)))
         with open_checkpoint(checkpoint_id) as checkpoint:
-            own = [key for key in checkpoint.common if key.startswith(("train_state", "optimizer", "lr_scheduler"))]
+            # Megatron's common values have "optimizer", too.
+            own = [key for key in checkpoint.common
+                   if key.startswith(("train_state", "lr_scheduler", "optimizer.param_groups"))]
             has_moments = any(key.startswith("optimizer.state.") for key in checkpoint.keys())
         if step is None or own or not has_moments:
             return False

@@ -4,12 +4,16 @@
 The layouts are written here in NumPy, from the formulas of the trainers' own converters, which each function names.
 """
 
+import argparse
+import io
 import json
 import os
 import shutil
+import subprocess
 import unittest
 
 import numpy
+import torch
 
 import support
 import tensormount as tm
@@ -570,6 +574,92 @@ class Packs(support.Folder):
         tm.save({**megatron(model), "args": {**args, "swiglu": False}}, "S/c", replace=True)
         with self.assertRaisesRegex(tm.UnsupportedError, "common.args.swiglu is 0"):
             tm.open("S/c", as_="hf", numbers={"vocab": VOCAB})
+
+    # Of Megatron-LM's arguments, those that config.json needs.
+    ARGUMENTS = {
+        "num_layers": LAYERS, "hidden_size": WIDTH, "ffn_hidden_size": HIDDEN, "num_attention_heads": HEADS,
+        "num_query_groups": GROUPS, "group_query_attention": True, "kv_channels": HEAD, "vocab_size": VOCAB,
+        "max_position_embeddings": 64, "norm_epsilon": 1e-6, "rotary_base": 500000, "rotary_percent": 1.0,
+        "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False,
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
+        "add_qkv_bias": False, "qk_layernorm": True, "untie_embeddings_and_output_weights": True,
+        "num_experts": EXPERTS, "moe_layer_freq": 1, "moe_router_pre_softmax": False, "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 7, "moe_router_score_function": "softmax", "params_dtype": torch.bfloat16,
+    }
+    CONFIG = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+              "num_key_value_heads": GROUPS, "head_dim": HEAD, "vocab_size": VOCAB, "max_position_embeddings": 64,
+              "rms_norm_eps": 1e-6, "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32"}
+
+    def save_run(self, directory, family, object_of_it=False, **changed):
+        """A checkpoint of tensormount.megatron with the arguments in Megatron's own form."""
+        shutil.rmtree(directory, ignore_errors=True)
+        os.mkdir(directory)
+        state = {"args": argparse.Namespace(**{**self.ARGUMENTS, **changed}), "iteration": 7}
+        objects = {}
+        if object_of_it:  # Megatron-Core 0.19
+            buffer = io.BytesIO()
+            torch.save([state], buffer)
+            objects["common_state"] = buffer.getvalue()
+        else:
+            torch.save(state, f"{directory}/common.pt")
+        tm.save(megatron(Model(5, family)), f"{directory}/tm-state", objects=objects)
+        return f"{directory}/tm-state"
+
+    def exported(self, source, *more):
+        """The config.json of an export, and what was said."""
+        shutil.rmtree("out", ignore_errors=True)
+        done = subprocess.run([support.command(), "export", source, "out", "--to", "hf", "--as", "hf", *more],
+                              capture_output=True, text=True, check=True)
+        if not os.path.exists("out/config.json"):
+            return None, done.stderr
+        with open("out/config.json") as file:
+            return json.load(file), done.stderr
+
+    def test_config_is_made_of_megatrons_arguments(self):
+        made, said = self.exported(self.save_run("run", "qwen3"))
+        self.assertEqual(made, {**made, **self.CONFIG, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
+        self.assertNotIn("config.json", said)
+        made, _ = self.exported(self.save_run("run", "llama", qk_layernorm=False, untie_embeddings_and_output_weights=False))
+        self.assertEqual(made, {**made, **self.CONFIG, "model_type": "llama", "tie_word_embeddings": True})
+        made, _ = self.exported(self.save_run("run", "qwen3_moe"))
+        self.assertEqual(made, {**made, **self.CONFIG, "model_type": "qwen3_moe", "num_experts": EXPERTS,
+                                "num_experts_per_tok": 2, "moe_intermediate_size": 7, "norm_topk_prob": True})
+        made, _ = self.exported(self.save_run("run", "qwen3", object_of_it=True))
+        self.assertEqual(made["rope_theta"], 500000)
+        self.assertIn("config.json: made", support.run("map", "check", "hf", "run/tm-state"))
+
+    def test_a_config_that_would_be_wrong_is_asked_for(self):
+        numbers = [word for name, value in (("heads", HEADS), ("groups", GROUPS), ("head_dim", HEAD), ("vocab", VOCAB))
+                   for word in ("--set", f"{name}={value}")]
+        for changed in ({"use_rope_scaling": True}, {"rotary_percent": 0.5}, {"normalization": "LayerNorm"},
+                        {"rotary_seq_len_interpolation_factor": 2}, {"qk_layernorm": False}, {"add_qkv_bias": True},
+                        {"position_embedding_type": "yarn"}, {"norm_epsilon": None}):
+            with self.subTest(changed=changed):
+                made, said = self.exported(self.save_run("run", "qwen3", **changed), *numbers)
+                self.assertIsNone(made)
+                self.assertRegex(said, f"no config.json, .*because common.args.{next(iter(changed))} is .*--with")
+        self.assertIn("config.json: give it by --with", support.run("map", "check", "hf", "run/tm-state", *numbers))
+        # The arguments cannot be read: a file of another program, or a damaged one.
+        for data in (b"", b"PK\3\4 no archive"):
+            store = self.save_run("run", "qwen3")
+            with open("run/common.pt", "wb") as file:
+                file.write(data)
+            made, said = self.exported(store, *numbers)
+            self.assertIsNone(made)
+            self.assertIn("is not known: give the model's directory by --with", said)
+        # The directory's own counts.
+        os.mkdir("with")
+        with open("with/config.json", "w") as file:
+            json.dump(config("qwen3", rope_theta=3), file)
+        made, _ = self.exported(self.save_run("run", "qwen3"), "--with", "with")
+        self.assertEqual(made, config("qwen3", rope_theta=3))
+        # torchtitan saves none.
+        tm.save(torchtitan(Model(5, "qwen3")), "S/titan")
+        made, said = self.exported("S/titan", *numbers[:4])
+        self.assertIsNone(made)
+        self.assertIn("because the trainer does not save it: give the model's directory by --with", said)
+        made, said = self.exported("S/titan", "--with", "with")
+        self.assertNotIn("config.json", said)
 
     def test_a_config_beside_foreign_files_counts(self):
         model = Model(15, "qwen3")

@@ -2,7 +2,8 @@
 """Checkpoints of real trainers as models of Hugging Face: transformers loads them from the mount or from an export,
 and computes the logits of the trainer's own model. Rules: docs/mapping.md."""
 
-import json
+import argparse
+import contextlib
 import os
 import sys
 import unittest
@@ -54,7 +55,17 @@ def save_megatron(kind, tp, pp, ep):
         os.makedirs(f"megatron/{kind}", exist_ok=True)
     dist.barrier()
     with tm.megatron.install():
-        dc.save(model.sharded_state_dict(), f"megatron/{kind}")
+        dc.save({**model.sharded_state_dict(), "args": arguments(model.config)}, f"megatron/{kind}")
+
+
+def arguments(config):
+    """What Megatron-LM's trainer saves of such a model: its arguments, most of which are members of the configuration."""
+    plain = {name: value for name, value in vars(config).items() if isinstance(value, (bool, int, float, str, type(None)))}
+    return argparse.Namespace(**{
+        **plain, "norm_epsilon": config.layernorm_epsilon, "num_experts": config.num_moe_experts, "swiglu": True,
+        "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0, "use_rope_scaling": False,
+        "rotary_seq_len_interpolation_factor": None, "max_position_embeddings": 64, "vocab_size": 128,
+        "untie_embeddings_and_output_weights": True, "group_query_attention": True})
 
 
 def megatron_logits(kind):
@@ -65,7 +76,9 @@ def megatron_logits(kind):
     megatron_cpu.parallel()
     model = megatron_model(kind)
     with tm.megatron.install():
-        model.load_state_dict(dc.load(model.sharded_state_dict(), f"megatron/{kind}"))
+        state = dc.load(model.sharded_state_dict(), f"megatron/{kind}")
+    del state["args"]
+    model.load_state_dict(state)
     model.eval()
     tokens = torch.tensor(TOKENS)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -109,8 +122,9 @@ def train_torchtitan():
         torch.save(Llama3StateDictAdapter(config.model_spec.model, None).to_hf(state), "converted-titan.pt")
 
 
-def train_megatron(path, dtype):
-    """Three steps of the model that torchtitan calls llama3_debugmodel, with two layers, in Megatron."""
+def train_megatron(path, dtype, own):
+    """Three steps of the model that torchtitan calls llama3_debugmodel, with two layers, in Megatron. `own`: saved in
+    Megatron's own format."""
     import megatron_cpu
     from megatron.core import dist_checkpointing as dc
 
@@ -124,7 +138,7 @@ def train_megatron(path, dtype):
     if dist.get_rank() == 0:
         os.makedirs(path)
     dist.barrier()
-    with tm.megatron.install():
+    with contextlib.nullcontext() if own else tm.megatron.install():
         dc.save(training.sharded_state_dict(), path)
 
 
@@ -230,10 +244,11 @@ class Models(support.Folder):
 
         torchtitan_cpu.make_assets()
         torchtitan_cpu.hugging_face_config().save_pretrained("config")
-        for dtype in ("float32", "bfloat16"):
-            with self.subTest(dtype=dtype):
-                torchrun(HERE, 2, ("train_megatron", f"megatron/{dtype}", dtype))
-                stored, dump = f"megatron/{dtype}/tm-state", f"goes_on_{dtype}"
+        for dtype, own in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+            with self.subTest(dtype=dtype, own=own):
+                saved, dump = f"megatron/{dtype}-{own}", f"goes_on_{dtype}_{own}"
+                torchrun(HERE, 2, ("train_megatron", saved, dtype, own))
+                stored = saved if own else f"{saved}/tm-state"
                 os.makedirs(f"{dump}/checkpoint")
                 support.run("import", stored, f"{dump}/checkpoint/step-3", "--as", "torchtitan:llama", "--with", "config")
                 torchrun(HERE, 2, ("go_on_in_torchtitan", dump))
@@ -294,6 +309,10 @@ class Models(support.Folder):
         for kind in MEGATRON:
             with self.subTest(kind=kind):
                 self.check(kind, f"megatron/{kind}/tm-state", megatron_config(kind), 1e-6)
+                # The configuration is made of the arguments that Megatron saved.
+                directory = f"made-{kind}"
+                support.run("export", f"megatron/{kind}/tm-state", directory, "--to", "hf", "--as", "hf")
+                self.compare(kind, directory, 1e-6, ["with the arguments"])
         # Without an export: from a mount.
         os.mkdir("MNT")
         megatron_config("qwen3").save_pretrained("config")
