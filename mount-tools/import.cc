@@ -38,6 +38,19 @@ Status AddBeside(const ModelFiles& files, StateDict& state) {
   return {};
 }
 
+// Adds the config.json that the name map makes, if there is no other. Without one, warns.
+void AddMadeConfig(const OpenedCheckpoint& source, std::shared_ptr<const ModelFiles>& beside,
+                   Terminal& terminal) {
+  const std::string name = "config.json";
+  const MadeConfig* const made = source.made_config();
+  if (made == nullptr || (beside && beside->contains(name))) return;
+  if (source.index().ObjectParts(name).ok()) return;
+  if (made->text.empty()) return terminal.Warn(made->Missing());
+  ModelFiles files = beside ? *beside : ModelFiles();
+  files[name] = std::make_shared<const std::string>(made->text);
+  beside = std::make_shared<const ModelFiles>(std::move(files));
+}
+
 // Copies the layer names of stacked tensors to the state dict.
 Status NameLayers(const CheckpointIndex& index, StateDict& state) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto layers, index.Layers());
@@ -327,6 +340,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const NameMap names, ReadNameMap(args.map));
         TENSORMOUNT_ASSIGN_OR_RETURN(source, ApplyNames(opened.value(), names));
         TENSORMOUNT_ASSIGN_OR_RETURN(beside, ReadFilesBeside(args.map));
+        AddMadeConfig(*source, beside, terminal);
         return {};
       };
       before = apply();

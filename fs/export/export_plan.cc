@@ -264,8 +264,7 @@ void NoteMissingConfig(const CheckpointView& view, ExportPlan& plan) {
   const bool exists =
       std::ranges::any_of(plan.files, [](const auto& file) { return file.name == "config.json"; });
   if (exists) return;
-  plan.notes.push_back("there is no config.json, which transformers needs, because " + made->why +
-                       ": give the model's directory by --with");
+  plan.notes.push_back(made->Missing());
 }
 
 // Adds notes on objects, values and names that the format cannot store. This is not an error,

@@ -128,24 +128,34 @@ std::string OtherReasons(const std::string& family, const std::string& type,
 
 // What the trainer saved about itself outside of the checkpoint's common values. Checkpoints of
 // tensormount.megatron have it in the object of Megatron's common state (0.19), or in Megatron's
-// own file in the directory around (0.16). Null: there is none, or it cannot be read.
-std::shared_ptr<const CommonDict> TrainerValuesOf(const OpenedCheckpoint& source) {
-  std::optional<TorchArchive> archive;
+// own file in the directory around (0.16).
+void FindTrainerValues(const OpenedCheckpoint& source, NameRules& rules) {
+  const auto use = [&](const std::string& name, const std::string& bytes) {
+    const std::optional<TorchArchive> archive = ArchiveOfObject(bytes, name);
+    if (archive) {
+      rules.trainer_values = std::make_shared<const CommonDict>(MegatronValues(*archive));
+    } else {
+      rules.trainer_problem = name + " is no file of torch.save that can be read safely";
+    }
+  };
   const auto parts = source.index().ObjectParts(std::string(kMegatronCommonObject));
   if (parts.ok() && parts.value().size() == 1 && parts.value()[0].length <= kMaxMegatronCommon) {
     std::string bytes(static_cast<std::size_t>(parts.value()[0].length), '\0');
-    if (!source.ReadObject(parts.value()[0], 0, bytes.data(), bytes.size()).ok()) return nullptr;
-    archive = ArchiveOfObject(bytes, std::string(kMegatronCommonObject));
-  } else if (source.directory().ends_with(kMegatronCheckpoint)) {
-    const std::string around =
-        source.directory().substr(0, source.directory().size() - kMegatronCheckpoint.size());
-    const auto bytes = source.fs().ReadFile(JoinPath(around, std::string(kMegatronCommonFile)),
-                                            kMaxMegatronCommon);
-    if (!bytes.ok()) return nullptr;
-    archive = ArchiveOfObject(bytes.value(), std::string(kMegatronCommonFile));
+    const Status read = source.ReadObject(parts.value()[0], 0, bytes.data(), bytes.size());
+    if (!read.ok()) {
+      rules.trainer_problem = read.message();
+      return;
+    }
+    use("object " + std::string(kMegatronCommonObject), bytes);
+    return;
   }
-  if (!archive) return nullptr;
-  return std::make_shared<const CommonDict>(MegatronValues(*archive));
+  if (!source.directory().ends_with(kMegatronCheckpoint)) return;
+  const std::string around =
+      source.directory().substr(0, source.directory().size() - kMegatronCheckpoint.size());
+  const std::string path = JoinPath(around, std::string(kMegatronCommonFile));
+  const auto bytes = source.fs().ReadFile(path, kMaxMegatronCommon);
+  if (bytes.ok()) return use(path, bytes.value());
+  if (bytes.status().code() != Code::kNotFound) rules.trainer_problem = bytes.status().message();
 }
 
 // From a trainer's layout to Hugging Face names.
@@ -177,7 +187,7 @@ Result<NameRules> ToHuggingFace(const OpenedCheckpoint& source, const NameMap& m
   if (fitting.size() == 1) {
     NameRules chosen = *fitting[0];
     chosen.makes_model = chosen.family != kAnyFamily;
-    if (chosen.layout == kMegatronLayout) chosen.trainer_values = TrainerValuesOf(source);
+    if (chosen.layout == kMegatronLayout) FindTrainerValues(source, chosen);
     TENSORMOUNT_RETURN_IF_ERROR(chosen.AddGiven(map));
     return chosen;
   }
@@ -261,18 +271,28 @@ using Opened = std::shared_ptr<const OpenedCheckpoint>;
 Result<MadeConfig> MadeConfigOf(const OpenedCheckpoint& mapped, const NameRules& rules) {
   if (!rules.config_rules) return MadeConfig{.text = {}, .why = "the trainer does not save it"};
   NamedValues places(mapped.source()->index(), nullptr, rules.trainer_values.get());
-  return MadeConfig::Make(*rules.config_rules, places, rules.numbers, mapped.index());
+  TENSORMOUNT_ASSIGN_OR_RETURN(MadeConfig made, MadeConfig::Make(*rules.config_rules, places,
+                                                                 rules.numbers, mapped.index()));
+  if (!rules.trainer_problem.empty()) made.why += " (" + rules.trainer_problem + ")";
+  return made;
 }
 
 Result<Opened> Mapped(Opened source, const NameRules& rules) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<OpenedCheckpoint> mapped,
-                               OpenedCheckpoint::Mapped(std::move(source), rules));
-  const NameRules& bound = mapped->binding()->rules();
-  if (bound.makes_model && !bound.config) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(MadeConfig config, MadeConfigOf(*mapped, bound));
-    mapped->SetMadeConfig(std::move(config));
+  Result<std::shared_ptr<OpenedCheckpoint>> mapped =
+      OpenedCheckpoint::Mapped(std::move(source), rules);
+  if (!mapped.ok()) {
+    // A number may be missing because its source cannot be read.
+    const Status& failed = mapped.status();
+    return rules.trainer_problem.empty()
+               ? failed
+               : Status(failed.code(), failed.message() + " (" + rules.trainer_problem + ")");
   }
-  return Opened(std::move(mapped));
+  const NameRules& bound = mapped.value()->binding()->rules();
+  if (bound.makes_model && !bound.config) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(MadeConfig config, MadeConfigOf(*mapped.value(), bound));
+    mapped.value()->SetMadeConfig(std::move(config));
+  }
+  return Opened(std::move(mapped).value());
 }
 
 Result<Opened> ApplyMaps(Opened source, const NameRules& rules) {

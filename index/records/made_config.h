@@ -8,18 +8,24 @@
 
 #include "tensormount/status.h"
 
-#include "index/records/named_values.h"
 #include "shard/axis_names.h"
 
 namespace tensormount {
 
 class CheckpointIndex;
+class NamedValues;
 
 // The config.json of a model, made from what its trainer saved by the "config" of a name map
 // (docs/mapping.md).
 struct MadeConfig {
   std::string text;  // Empty: it cannot be made.
   std::string why;   // Why not: the place that has no value, or another one than the rules are for.
+
+  // Sentence about a file that cannot be made.
+  std::string Missing() const {
+    return "there is no config.json, which transformers needs, because " + why +
+           ": give the model's directory by --with";
+  }
 
   // Whether `rules` is a valid "config". kInvalidArgument names the member.
   static Status Check(const nlohmann::json& rules);

@@ -507,6 +507,7 @@ Result<NameRules> NameRules::FromParsed(const Json& json, const std::vector<std:
     } else if (name == "needs") {
       if (!value.is_array()) return BadField("\"needs\" must be a list");
       for (const Json& forms : value) {
+        if (forms.is_array() && forms.empty()) return BadField("\"needs\" has an empty list");
         rules.needs.emplace_back();
         for (const Json& form : forms.is_array() ? forms : Json::array({forms})) {
           TENSORMOUNT_ASSIGN_OR_RETURN(rules.needs.back().emplace_back(), StringOf(form, name));

@@ -107,6 +107,7 @@ struct NameRules {
   std::string model_type;  // Of config.json.
   // Common values that the trainer saved outside of the checkpoint; null: none.
   std::shared_ptr<const CommonDict> trainer_values;
+  std::string trainer_problem;  // Why they cannot be read, if they exist.
   // Of a pack that is applied: whether the result is a whole model of Hugging Face, which needs a
   // config.json.
   bool makes_model = false;

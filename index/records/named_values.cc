@@ -16,6 +16,7 @@ using Json = nlohmann::json;
 
 constexpr std::string_view kConfig = "config.";
 constexpr std::string_view kCommon = "common.";
+const Json kNoScalar = Json::object();
 
 Json ScalarIn(const Json& config, std::string_view path) {
   const Json* at = &config;
@@ -28,7 +29,7 @@ Json ScalarIn(const Json& config, std::string_view path) {
     if (dot == std::string_view::npos) break;
     path.remove_prefix(dot + 1);
   }
-  return at->is_structured() ? Json() : *at;
+  return at->is_structured() ? kNoScalar : *at;
 }
 
 Json ScalarOf(const CommonValue& value) {
@@ -36,7 +37,7 @@ Json ScalarOf(const CommonValue& value) {
   if (const auto* flag = value.get_if<bool>()) return *flag;
   if (const auto* number = value.get_if<double>()) return *number;
   if (const auto* text = value.get_if<std::string>()) return *text;
-  return nullptr;
+  return value.get_if<CommonNone>() != nullptr ? Json() : kNoScalar;
 }
 
 // A name may have dots itself.

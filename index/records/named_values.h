@@ -27,8 +27,9 @@ class NamedValues {
   NamedValues(const CheckpointIndex& index, const nlohmann::json* config, const CommonDict* more)
       : index_(index), config_(config), more_(more) {}
 
-  // The value of a place, if it is a boolean, a number or a text; JSON's null if it is something
-  // else or does not exist. Errors as for CheckpointIndex::Common.
+  // The value of a place, if it is a boolean, a number or a text; JSON's null if it is None or does
+  // not exist; an empty object if it is something else, such as a list. Errors as for
+  // CheckpointIndex::Common.
   Result<nlohmann::json> At(std::string_view place);
   // An integer, or a boolean as 0 or 1; nullopt: the place has neither.
   Result<std::optional<std::int64_t>> NumberAt(std::string_view place);

@@ -136,6 +136,10 @@ TEST(NameRules, TakeNumbersThatTheyUse) {
   EXPECT_NE(unused.message().find("no rule uses the number z; known are: m, n, x, y"),
             std::string::npos)
       << unused.message();
+  // Also those of "counts" and "when".
+  ASSERT_OK_AND_ASSIGN(rules, NameRules::FromJson(R"j({"version": 1, "counts": {"l": "layers"},
+      "rules": [{"from": "a.{l}", "to": "b.{l}", "when": {"known": 1}}]})j"));
+  EXPECT_OK(given({.numbers = {{"layers", 1}, {"known", 1}}}));
 }
 
 // A checkpoint of bytes: each tensor is one shard, cut at random.
@@ -231,6 +235,10 @@ TEST_F(NameBindingTest, AliasesAreRefusedWhereTheyCannotBe) {
             std::string::npos);
   EXPECT_EQ(Shown(OneRule(R"({"alias": "b", "of": "a", "optional": true})", "keep")),
             "a [2], b [2]");
+  EXPECT_EQ(Shown(OneRule(R"({"alias": "c", "of": "a", "optional": true},
+                             {"alias": "c", "of": "b", "optional": true})",
+                          "keep")),
+            "a [2], b [2], c [2]");
   EXPECT_EQ(Map(OneRule(R"({"alias": "c", "of": "x"})", "keep")).status().code(),
             Code::kInvalidArgument);
   // An object must not get the name of a tensor.
@@ -324,6 +332,15 @@ TEST_F(NameBindingTest, BracketsStandForStackedAndSingleLayers) {
   EXPECT_EQ(Shown(OneRule(R"({"from": "a[[0]] : a b", "to": "b : b a"})")), "b [4, 3]");
   EXPECT_NE(Shown(OneRule(R"({"from": "a[0 : a b", "to": "b : b a"})")).find("do not match"),
             std::string::npos);
+  EXPECT_NE(Shown(OneRule(R"({"from": "a[0] : a b]", "to": "b : b a"})")).find("do not match"),
+            std::string::npos);
+  // In lists, too.
+  const std::string joined =
+      OneRule(R"j({"from": ["a[.{l}] : [l] x", "b[.{l}] : [l] y"], "to": "m.{l} : (x + y)"})j");
+  BuildKeys({{"a", {2, 3}}, {"b", {2, 4}}});
+  EXPECT_EQ(Shown(joined), "m.0 [7], m.1 [7]");
+  BuildKeys({{"a.0", {3}}, {"b.0", {4}}});
+  EXPECT_EQ(Shown(joined), "m.0 [7]");
 }
 
 TEST_F(NameBindingTest, KeepsWhatListsOfRulesDid) {

@@ -22,7 +22,8 @@ MAP = {
     "slots": [{"from": ["opt.{key}.m", "m.{key}"], "to": "{key}.m", "when": {"n": 1}}],
     "base": [{"prefix": "p.", "to": ""}],
     "family": "llama", "layout": "megatron", "detect": ["a"], "absent": ["b"], "guards": {"common.x": 1},
-    "config": {"if": {"common.x": ["rope", None, 1.5]}, "values": {"model_type": "llama", "n": "=not common.y"}},
+    "config": {"if": {"common.x": ["rope", None, 1.5]}, "same": [["numbers.n", "shape.b.0 or common.n"]],
+               "values": {"model_type": "llama", "n": "=not common.y"}},
     "rules": [
         RULE, {"from": ["a : d", "b : e"], "to": "c : (d + e)", "unused": ["d"], "optional": True, "slots": "only"},
         {"from": "s : l d", "to": "x.{l}.w : d", "back": False, "when": {"n": 2}},
@@ -68,12 +69,17 @@ WRONG = [
     changed(["guards"], {"common.x": "y"}), changed(["config", "values"], None), changed(["config", "values"], {"n": 1}),
     changed(["config", "if"], {"x": [1]}), changed(["config", "if"], {"common.x": []}),
     changed(["config", "if"], {"common.x": [[]]}), changed(["config", "more"], 1), changed(["more"], 1),
+    changed(["config", "same"], [["numbers.n"]]), changed(["config", "same"], [["numbers.n", "n"]]),
+    changed(["config", "values", "n"], "="), changed(["needs"], [[]]), changed(["numbers", "heads"], 1 << 63),
+    changed(["guards"], {"common.x": 1 << 70}), changed(["sizes"], {"a": ""}), changed(["rules", 4, "key"], ""),
+    changed(["rules", 5, "prefix"], ""), changed(["rules", 7, "drop"], ""), changed(["rules", 0, "from"], ""),
+    changed(["slots", 0, "from"], "{key}"),
 ]
 # What it cannot tell, and the command does.
 TOLD_BY_THE_COMMAND = [
     [{"from": "a : (b", "to": "c : b"}], [{"from": "a.{l} : d", "to": "b.{l} : l d"}], [{"from": "a[.{l} : d", "to": "b : d"}],
-    [{"alias": "a : d", "of": "b"}], [{"match": "*.*", "to": "*"}], [{"drop": ""}], changed(["counts"], {"i": "n"}),
-    changed(["rules", 1, "unused"], ["x"]), changed(["config", "values", "n"], "=somewhere"),
+    [{"alias": "a : d", "of": "b"}], [{"match": "*.*", "to": "*"}], changed(["counts"], {"i": "n"}),
+    changed(["rules", 1, "unused"], ["x"]), changed(["config", "values", "n"], "=some.where"),
 ]
 
 
@@ -100,7 +106,7 @@ class Schema(support.Folder):
     def test_both_accept_maps_and_packs(self):
         packs = glob.glob(os.path.join(TREE, "index", "foreign", "packs", "*.json"))
         self.assertGreater(len(packs), 10)
-        known = [MAP, MAP["rules"][:1], {"version": 1, "rules": []}]
+        known = [MAP, MAP["rules"][:1], {"version": 1, "rules": []}, changed(["numbers", "n"], ["common.a b"])]
         for path in packs:
             with open(path, encoding="utf-8") as file:
                 known.append(json.load(file))

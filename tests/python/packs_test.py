@@ -579,12 +579,13 @@ class Packs(support.Folder):
     ARGUMENTS = {
         "num_layers": LAYERS, "hidden_size": WIDTH, "ffn_hidden_size": HIDDEN, "num_attention_heads": HEADS,
         "num_query_groups": GROUPS, "group_query_attention": True, "kv_channels": HEAD, "vocab_size": VOCAB,
-        "max_position_embeddings": 64, "norm_epsilon": 1e-6, "rotary_base": 500000, "rotary_percent": 1.0,
+        "max_position_embeddings": 64, "layernorm_epsilon": 1e-6, "rotary_base": 500000, "rotary_percent": 1.0,
         "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False,
         "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
         "add_qkv_bias": False, "qk_layernorm": True, "untie_embeddings_and_output_weights": True,
         "num_experts": EXPERTS, "moe_layer_freq": 1, "moe_router_pre_softmax": False, "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 7, "moe_router_score_function": "softmax", "params_dtype": torch.bfloat16,
+        "moe_ffn_hidden_size": HIDDEN, "moe_router_score_function": "softmax", "moe_router_load_balancing_type": "aux_loss",
+        "moe_mlp_glu_interleave_size": None, "layernorm_zero_centered_gamma": False, "params_dtype": torch.bfloat16,
     }
     CONFIG = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
               "num_key_value_heads": GROUPS, "head_dim": HEAD, "vocab_size": VOCAB, "max_position_embeddings": 64,
@@ -619,25 +620,42 @@ class Packs(support.Folder):
         made, said = self.exported(self.save_run("run", "qwen3"))
         self.assertEqual(made, {**made, **self.CONFIG, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
         self.assertNotIn("config.json", said)
-        made, _ = self.exported(self.save_run("run", "llama", qk_layernorm=False, untie_embeddings_and_output_weights=False))
-        self.assertEqual(made, {**made, **self.CONFIG, "model_type": "llama", "tie_word_embeddings": True})
+        # The name of older releases.
+        made, _ = self.exported(self.save_run("run", "llama", qk_layernorm=False, layernorm_epsilon=None, norm_epsilon=1e-6))
+        self.assertEqual(made, {**made, **self.CONFIG, "model_type": "llama"})
         made, _ = self.exported(self.save_run("run", "qwen3_moe"))
         self.assertEqual(made, {**made, **self.CONFIG, "model_type": "qwen3_moe", "num_experts": EXPERTS,
-                                "num_experts_per_tok": 2, "moe_intermediate_size": 7, "norm_topk_prob": True})
+                                "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True})
         made, _ = self.exported(self.save_run("run", "qwen3", object_of_it=True))
         self.assertEqual(made["rope_theta"], 500000)
         self.assertIn("config.json: made", support.run("map", "check", "hf", "run/tm-state"))
+        # An import keeps it.
+        support.run("import", "run/tm-state", "S/kept", "--as", "hf")
+        with tm.open("S/kept") as checkpoint:
+            self.assertEqual(json.loads(checkpoint.object("config.json")), made)
+        # Tied embeddings are stored once.
+        store = self.save_run("run", "qwen3", untie_embeddings_and_output_weights=False)
+        tensors = megatron(Model(5, "qwen3"))
+        del tensors["output_layer.weight"]
+        tm.save({key: one for key, one in tensors.items() if not key.startswith("optimizer")}, store, replace=True)
+        made, _ = self.exported(store)
+        self.assertEqual(made, {**made, **self.CONFIG, "tie_word_embeddings": True})
 
     def test_a_config_that_would_be_wrong_is_asked_for(self):
         numbers = [word for name, value in (("heads", HEADS), ("groups", GROUPS), ("head_dim", HEAD), ("vocab", VOCAB))
                    for word in ("--set", f"{name}={value}")]
         for changed in ({"use_rope_scaling": True}, {"rotary_percent": 0.5}, {"normalization": "LayerNorm"},
                         {"rotary_seq_len_interpolation_factor": 2}, {"qk_layernorm": False}, {"add_qkv_bias": True},
-                        {"position_embedding_type": "yarn"}, {"norm_epsilon": None}):
+                        {"position_embedding_type": "yarn"}, {"layernorm_epsilon": None}, {"no_rope_freq": [0, 1, 1]},
+                        {"window_size": (64, 0)}, {"hidden_size": [24]}, {"hidden_size": 77}, {"ffn_hidden_size": 9},
+                        {"rotary_base": "10000"}, {"rotary_base": True}, {"rotary_base": float("inf")},
+                        {"layernorm_epsilon": float("nan")}, {"untie_embeddings_and_output_weights": False},
+                        {"softmax_type": "off-by-one"}, {"qk_l2_norm": True}, {"glu_linear_offset": 1.0}, {"use_mup": True},
+                        {"activation_func_clamp_value": 0.1}):
             with self.subTest(changed=changed):
                 made, said = self.exported(self.save_run("run", "qwen3", **changed), *numbers)
                 self.assertIsNone(made)
-                self.assertRegex(said, f"no config.json, .*because common.args.{next(iter(changed))} is .*--with")
+                self.assertRegex(said, f"no config.json, .*because .*common.args.{next(iter(changed))}.* is .*--with")
         self.assertIn("config.json: give it by --with", support.run("map", "check", "hf", "run/tm-state", *numbers))
         # The arguments cannot be read: a file of another program, or a damaged one.
         for data in (b"", b"PK\3\4 no archive"):
@@ -646,7 +664,16 @@ class Packs(support.Folder):
                 file.write(data)
             made, said = self.exported(store, *numbers)
             self.assertIsNone(made)
-            self.assertIn("is not known: give the model's directory by --with", said)
+            self.assertRegex(said, "is not known \\(.*run/common.pt is no file of torch.save that can be read safely\\): give")
+            with self.assertRaisesRegex(tm.InvalidArgumentError, "groups is not known.*run/common.pt is no file"):
+                tm.open(store, as_="hf", numbers={"vocab": VOCAB})
+        made, said = self.exported(self.save_run("run", "qwen3_moe", moe_router_load_balancing_type="sinkhorn"))
+        self.assertIn("moe_router_load_balancing_type is \"sinkhorn\"", said)
+        # Weights that mean something else are an error.
+        for family, name in (("qwen3", "layernorm_zero_centered_gamma"), ("qwen3_moe", "moe_mlp_glu_interleave_size")):
+            with self.assertRaisesRegex(tm.UnsupportedError, f"common.args.{name} is (1|32), and the rules are for 0"):
+                value = 32 if name.startswith("moe") else True
+                tm.open(self.save_run("run", family, **{name: value}), as_="hf", numbers={"vocab": VOCAB})
         # The directory's own counts.
         os.mkdir("with")
         with open("with/config.json", "w") as file:

@@ -62,7 +62,7 @@ def arguments(config):
     """What Megatron-LM's trainer saves of such a model: its arguments, most of which are members of the configuration."""
     plain = {name: value for name, value in vars(config).items() if isinstance(value, (bool, int, float, str, type(None)))}
     return argparse.Namespace(**{
-        **plain, "norm_epsilon": config.layernorm_epsilon, "num_experts": config.num_moe_experts, "swiglu": True,
+        **plain, "num_experts": config.num_moe_experts, "swiglu": True,
         "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0, "use_rope_scaling": False,
         "rotary_seq_len_interpolation_factor": None, "max_position_embeddings": 64, "vocab_size": 128,
         "untie_embeddings_and_output_weights": True, "group_query_attention": True})
