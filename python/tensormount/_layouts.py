@@ -102,7 +102,7 @@ class _Family:
         """A tuple for each row; rows with equal tuples have the same shards. None: there are no facts."""
         if self.facts is None:
             return None
-        return zip(*self.facts.like, *([self.places] if self.places else []))
+        return zip(*self.facts.like, *filter(None, (self.facts.places, self.places)))
 
     def rooms(self) -> Sequence[float]:
         """Bytes from the base address of each leaf to the end of its storage; infinity if that is unknown."""

@@ -15,7 +15,7 @@ import ranks
 from support import Folder, needs
 
 import tensormount as tm
-from tensormount import _abi, _state
+from tensormount import _abi, _save, _state
 from tensormount._leaves import tensors
 
 BUILD = os.path.dirname(os.path.dirname(os.path.realpath(os.environ.get("TENSORMOUNT_LIBRARY", "/none/none/none"))))
@@ -45,6 +45,7 @@ class FakeDevice:
 
         size = values.untyped_storage().nbytes()
         address = self._make(0, size)
+        AREAS.append(range(address, address + size))
         ctypes.memmove(self._reveal(address), values.untyped_storage().data_ptr(), size)
         there = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=values.dtype)
         moved = there.as_strided(values.shape, values.stride(), values.storage_offset())
@@ -56,9 +57,66 @@ class FakeDevice:
         return ctypes.string_at(self._reveal(t.untyped_storage().data_ptr()), size)
 
 
+AREAS = []  # Addresses of memory of the device: views of a tensor are other objects.
+
+
+def is_on_device(t):
+    return getattr(t, "on_device", False) or any(t.data_ptr() in area for area in AREAS)
+
+
 def on_device(key, t):
     words = (_abi.TM_DEVICE_CUDA, 0, 0, 0, _abi.TM_MEMORY_DEVICE, _abi.TM_STREAM_LEGACY_DEFAULT, 0)
-    return words if getattr(t, "on_device", False) else None
+    return words if is_on_device(t) else None
+
+
+def place_on_device(t):
+    return 0 if is_on_device(t) else -1
+
+
+def layouts_are_kept(device, store):
+    """Ten tensors of a device and one of the host: only their addresses are new in the second save. Other streams and
+    other places are another layout."""
+    import torch
+
+    def described(key, t):
+        calls.append(key)
+        return with_stream(key, t)
+
+    def with_stream(key, t):
+        words = on_device(key, t)
+        return words and (*words[:5], _abi.TM_STREAM_HANDLE if stream else words[5], stream)
+
+    def state():
+        found = {f"w{i}": device.tensor(values[i]) for i in range(10)}
+        return {**found, "host": torch.ones(300)}
+
+    values, calls, stream, group = torch.randn(10, 300), [], 0, tm.Group.single()
+    cache, tensors._device_words = _save.cache_of(group), described
+    try:
+        def known(items):
+            calls.clear()
+            return cache.get(list(items.items()), "save", 1)[2]
+
+        assert not known(state())
+        assert len(calls) == 3, calls  # Once for the device, and for the two templates.
+        assert known(state()) and calls == [""], calls
+        changed = state()
+        changed["w3"] = values[3]
+        assert not known(changed)
+        changed["w3"], changed["host"] = device.tensor(values[3]), device.tensor(torch.ones(300))
+        assert not known(changed)
+        assert not known(state()) and known(state())
+        stream = 5
+        assert not known(state()) and known(state())
+        stream = 0
+        for number in range(3):
+            report = tm.save(state(), f"{store}/kept", group, replace=True)
+            assert report["plan_reused"] == (number > 0), number
+        read = {f"w{i}": torch.zeros(300) for i in range(10)}
+        tm.load(read, f"{store}/kept")
+        assert all(torch.equal(read[f"w{i}"], values[i]) for i in range(10))
+    finally:
+        tensors._device_words = on_device
 
 
 def copied_within_the_device(device, store):
@@ -95,12 +153,35 @@ def copied_within_the_device(device, store):
                 assert torch.equal(read, values), (bound, background, number)
 
 
+def loaded_by_dcp(device, store, state):
+    """DCP's reader writes straight to the device, without host memory of the tensors' sizes."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    host, torch.empty = torch.empty, None  # The memory of the old way.
+    try:
+        blank = {key: device.tensor(torch.zeros(value.shape, dtype=value.dtype)) for key, value in state.items()}
+        reader = tm.torch.Reader(f"{store}/step")
+        metadata = reader.read_metadata()
+        planner = dcp.DefaultLoadPlanner()
+        planner.set_up_planner(blank, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+    finally:
+        torch.empty = host
+    for key, value in state.items():
+        got = torch.frombuffer(bytearray(device.bytes(blank[key])), dtype=value.dtype).view(value.shape)
+        assert torch.equal(got, value), key
+
+
 def child():
     """In a process of its own, whose driver is that of the tests."""
     import torch
 
     device = FakeDevice()
     tensors._device_words = on_device
+    tensors.place_of = place_on_device
+    layouts_are_kept(device, sys.argv[2])
     base = torch.randn(40, 30)
     state = {"w": base, "t": base.t(), "columns": base[:, 3:20:2], "b": torch.arange(100, dtype=torch.uint8)[10:90],
              "host": torch.ones(5)}
@@ -124,6 +205,7 @@ def child():
     tm.load(read, f"{store}/background")
     assert all(torch.equal(read[key], value) for key, value in state.items())
     copied_within_the_device(device, store)
+    loaded_by_dcp(device, store, state)
     # What is no memory of the device is refused by its name.
     stray = torch.ones(4)
     stray.on_device = True
@@ -156,6 +238,7 @@ class DeviceTensors(Folder):
         t = torch.ones(4)
         t.on_device = True
         words, tensors._device_words = tensors._device_words, on_device
+        place, tensors.place_of = tensors.place_of, place_on_device
         try:
             # Not PeerLost, a ConnectionError, by which programs take a rank for dead.
             with self.assertRaisesRegex(tm.DeviceError, "tensor w: .*no CUDA driver: libcuda.so.1") as caught:
@@ -164,6 +247,7 @@ class DeviceTensors(Folder):
             self.assertEqual((caught.exception.code, caught.exception.device), ("UNAVAILABLE", "cuda:0"))
         finally:
             tensors._device_words = words
+            tensors.place_of = place
 
 
 class ErrorsOfOtherRanks(Folder):

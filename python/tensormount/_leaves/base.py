@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from tensormount._held import Part
-from tensormount._shards import Shard
+from tensormount._shards import Dims, Shard
 
 
 class ObjectPart:
@@ -61,11 +61,14 @@ class Facts(NamedTuple):
 
     `like`: lists with one item for each leaf. Leaves with equal items in all lists have the same shards, except for
     addresses, if their storage is large enough. `storage`: for tensors, the offsets in the storages and the sizes
-    of the storages.
+    of the storages. `places`: if some tensors are on CUDA devices, the number of each one's device, -1 for the host;
+    `devices`: what the library is told of each of these devices.
     """
 
     like: List[List[Any]]
     storage: List[List[int]]
+    places: List[int] = []
+    devices: Dict[int, Dims] = {}
 
 
 class ArrayKind(LeafKind):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from tensormount._abi import (
     TM_DEVICE_CUDA,
@@ -58,7 +58,10 @@ class TensorKind(ArrayKind):
     def examine(self, leaves: Sequence[Any], loads: bool) -> Optional[Tuple[Facts, List[int]]]:
         if _has_read_only(leaves, loads):
             return None
-        if any(not t.is_cpu or t.is_neg() or t.is_conj() for t in leaves):
+        if any(t.is_neg() or t.is_conj() for t in leaves):
+            return None
+        places = [place for place in map(place_of, leaves) if place is not None]
+        if len(places) < len(leaves):
             return None
         storage = [
             [t.storage_offset() for t in leaves],
@@ -69,10 +72,20 @@ class TensorKind(ArrayKind):
             shared(t.shape for t in leaves),
             shared(t.stride() for t in leaves),
         ]
-        return Facts(like, storage), [t.data_ptr() for t in leaves]
+        devices = _devices_of(places, leaves)
+        facts = Facts(like, storage, places, devices) if devices else Facts(like, storage)
+        return facts, [t.data_ptr() for t in leaves]
 
     def new_addresses(self, leaves: Sequence[Any], loads: bool, facts: Facts) -> Optional[List[int]]:
         if _has_read_only(leaves, loads):
+            return None
+        if facts.devices:
+            # Work of this save or load is ordered after that of the current streams, which are a part of the layout.
+            if list(map(place_of, leaves)) != facts.places:
+                return None
+            if _devices_of(facts.places, leaves) != facts.devices:
+                return None
+        elif not all(t.is_cpu for t in leaves):
             return None
         # These checks are in one pass over the tensors, so that each is fetched into the processor's cache once.
         found = [
@@ -84,7 +97,6 @@ class TensorKind(ArrayKind):
             and t.storage_offset() == offset
             # A tensor may reach past the end of a storage that was shortened.
             and t.untyped_storage().nbytes() == size
-            and t.is_cpu
             and not t.is_neg()
             and not (dtype.is_complex and t.is_conj())
         ]
@@ -207,6 +219,20 @@ def _refuse_kinds(key: str, t: Any) -> None:
         )
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         raise UnsupportedError(f"tensor {key}: tensors inside of a torch.func transform cannot be stored")
+
+
+def place_of(t: Any) -> Optional[int]:
+    """The number of the CUDA device that has the memory of a tensor; -1: the host has it; None: neither."""
+    if t.is_cpu:
+        return -1
+    return t.get_device() if t.is_cuda else None
+
+
+def _devices_of(places: Sequence[int], leaves: Sequence[Any]) -> Dict[int, Dims]:
+    """What the library is told of each device with one of the leaves."""
+    first = dict(zip(reversed(places), reversed(leaves)))
+    found = {place: _device_words("", t) for place, t in first.items() if place >= 0}
+    return {place: words for place, words in found.items() if words is not None}
 
 
 def _device_words(key: str, t: Any) -> Optional[Dims]:

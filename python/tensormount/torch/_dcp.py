@@ -558,7 +558,7 @@ class Reader(_CheckpointPath, StorageReader):
             stored = checkpoint[key]
             begin, extent = self._box(item, target, stored, planner)
             into = target
-            if target.device.type != "cpu":
+            if not _loads_in_place(target):
                 into = torch.empty(extent, dtype=target.dtype)
                 copies.append((target, into))
             memory = tensors.local_memory(key, into, _shards.LOAD)
@@ -644,6 +644,13 @@ class Reader(_CheckpointPath, StorageReader):
         if key not in values:
             raise KeyNotFoundError(f"no object {key}", key=key)
         return _torch_saved(values[key], key)
+
+
+def _loads_in_place(t: Any) -> bool:
+    """Whether the library writes to the memory of a tensor: that of the host, or of CUDA (of ROCm it does not, whose
+    tensors have the same type of device)."""
+    place = tensors.place_of(t)
+    return place == -1 or (place is not None and getattr(torch.version, "hip", None) is None)
 
 
 def check_same_source(plans: Sequence[LoadPlan], path: Optional[str]) -> None:
