@@ -33,7 +33,8 @@ struct SaveControl {
   std::function<void(FileSystem&, const Staging&)> on_staging_made = {};
   std::function<void(const Staging&)> on_staging_end = {};
   // Source of the bytes of shards without memory, for import, which copies tensors without holding
-  // them in memory. If empty, such shards cannot be saved.
+  // them in memory. If empty, such shards cannot be saved. The
+  // save's writers call it from several threads at once.
   ShardReader read = {};
   // Time for mtimes, in seconds since 1970; 0: the current time.
   std::int64_t now = 0;

@@ -104,7 +104,8 @@ PinnedRing::PinnedRing(std::shared_ptr<DeviceOps> ops, const PinnedShape& shape)
 }
 
 PinnedRing::~PinnedRing() {
-  CollectLost();
+  while (CollectOne()) {
+  }
   for (const Memory& memory : made_) {
     const bool lost = std::any_of(lost_.begin(), lost_.end(),
                                   [&](const Lost& l) { return l.data == memory.data; });
@@ -120,15 +121,17 @@ PinnedRing::~PinnedRing() {
   }
 }
 
-void PinnedRing::CollectLost() {
-  std::erase_if(lost_, [&](Lost& lost) {
-    if (!lost.mark.ok()) return false;
-    const Result<bool> reached = lost.mark.value()->Reached();
-    if (!reached.ok()) lost.mark = reached.status();
-    if (!reached.ok() || !reached.value()) return false;
-    free_.push_back(lost.data);
+bool PinnedRing::CollectOne() {
+  for (auto lost = lost_.begin(); lost != lost_.end(); ++lost) {
+    if (!lost->mark.ok()) continue;
+    const Result<bool> reached = lost->mark.value()->Reached();
+    if (!reached.ok()) lost->mark = reached.status();
+    if (!reached.ok() || !reached.value()) continue;
+    free_.push_back(lost->data);
+    lost_.erase(lost);
     return true;
-  });
+  }
+  return false;
 }
 
 Status PinnedRing::Name(const Status& failure) const {
@@ -161,7 +164,7 @@ Status PinnedRing::Make() {
 }
 
 Result<std::byte*> PinnedRing::TakeLocked() {
-  if (!lost_.empty()) CollectLost();
+  if (free_.empty()) CollectOne();
   if (free_.empty() && made_.size() < shape_.blocks) {
     const Status made = Make();
     // If no further block can be made, the caller waits for one of the existing blocks.

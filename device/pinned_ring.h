@@ -91,7 +91,9 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   Result<std::byte*> TakeLocked();
   Status Make();
   Status Name(const Status& failure) const;
-  void CollectLost();
+  // Requires mutex_. Frees the oldest block in `lost_` whose mark is reached; false: there is none.
+  // A question takes several calls of the driver, so no more are asked than are needed.
+  bool CollectOne();
 
   const std::shared_ptr<DeviceOps> ops_;
   const PinnedShape shape_;
@@ -100,7 +102,7 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   std::deque<const void*> waiting_;  // Waiters in Take, in order.
   std::vector<Memory> made_;
   std::vector<std::byte*> free_;
-  std::vector<Lost> lost_;  // Blocks that the device may still access.
+  std::vector<Lost> lost_;  // Blocks that the device may still access, the oldest first.
 };
 
 }  // namespace tensormount

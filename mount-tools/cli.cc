@@ -250,6 +250,11 @@ void AddSaveCommands(Program& p) {
                 "Hard-link unchanged data of an earlier checkpoint: auto (the latest), off, or the "
                 "name of a checkpoint")
       ->capture_default_str();
+  c->add_option(
+       "--writers", p.import.writers,
+       "Threads of a rank that read, hash and write, each into files of its own; 0: as many "
+       "as there are cores for each rank, at most 8")
+      ->check(CLI::Range(0, 16));
   c->add_option("--full-every", p.import.full_every,
                 "Write all data, and link none, in one of this many successive saves; 0: never")
       ->capture_default_str();

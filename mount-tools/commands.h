@@ -34,6 +34,7 @@ struct ImportArgs {
   bool page_hashes = false;       // See SaveOptions::page_hashes (tensormount/save.h).
   std::string reuse = "auto";     // auto, off, or the name of the base checkpoint.
   std::uint32_t full_every = 50;  // See SaveOptions::full_every.
+  int writers = 0;                // See SaveOptions::writers.
   std::string inherit;            // STORE/NAME or NAME; empty: none.
   std::string retain;             // Rules of tensormount/retention.h; empty: none.
   bool ephemeral = false;         // See SaveOptions::ephemeral.

@@ -6,6 +6,7 @@
 // set the common values, as a save requires.
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -64,8 +65,8 @@ Status NameLayers(const CheckpointIndex& index, StateDict& state) {
 }
 
 // Reads a rank's data for the save, in windows of kWindow bytes. The save requests small blocks,
-// and a verified read of each block would read all leaves around it. Not thread-safe, so each rank
-// has its own reader.
+// and a verified read of each block would read all leaves around it. Thread-safe after the last
+// Add: each of the save's writers goes on in the window that it filled.
 class SourceReader {
  public:
   explicit SourceReader(const OpenedCheckpoint& source) : source_(source) {}
@@ -77,25 +78,61 @@ class SourceReader {
 
   // Reads bytes of an item (its position in the order of Add), as a ShardReader does.
   Status Read(std::uint32_t item, std::uint64_t offset, std::span<std::byte> out) {
+    std::unique_ptr<Window> window = Take(item, offset);
+    const Status read = Read(*window, item, offset, out);
+    const std::lock_guard lock(mutex_);
+    windows_.push_back(std::move(window));
+    return read;
+  }
+
+ private:
+  static constexpr std::uint64_t kWindow = std::uint64_t{4} << 20;
+
+  // Bytes [begin, begin + bytes.size()) of the region of an item in packed order.
+  struct Window {
+    std::uint32_t item = 0;
+    std::uint64_t begin = 0;
+    std::vector<std::byte> bytes;
+    bool Has(std::uint32_t of, std::uint64_t offset) const {
+      return item == of && offset >= begin && offset < begin + bytes.size();
+    }
+    // Whether a read of this place goes on behind the window.
+    bool Ends(std::uint32_t of, std::uint64_t offset) const {
+      return item == of && offset == begin + bytes.size();
+    }
+  };
+
+  // The window with this place, or one that this read may fill anew.
+  std::unique_ptr<Window> Take(std::uint32_t item, std::uint64_t offset) {
+    const std::lock_guard lock(mutex_);
+    if (windows_.empty()) return std::make_unique<Window>();
+    auto found =
+        std::ranges::find_if(windows_, [&](const auto& w) { return w->Has(item, offset); });
+    if (found == windows_.end()) {
+      found = std::ranges::find_if(windows_, [&](const auto& w) { return w->Ends(item, offset); });
+    }
+    if (found == windows_.end()) found = windows_.begin();
+    std::unique_ptr<Window> window = std::move(*found);
+    windows_.erase(found);
+    return window;
+  }
+
+  Status Read(Window& window, std::uint32_t item, std::uint64_t offset,
+              std::span<std::byte> out) const {
     while (!out.empty()) {
-      if (item != item_ || offset < begin_ || offset >= begin_ + window_.size()) {
-        TENSORMOUNT_RETURN_IF_ERROR(Fill(item, offset));
-      }
-      const auto at = static_cast<std::size_t>(offset - begin_);
-      const std::size_t n = std::min(out.size(), window_.size() - at);
-      std::copy_n(window_.data() + at, n, out.data());
+      if (!window.Has(item, offset)) TENSORMOUNT_RETURN_IF_ERROR(Fill(window, item, offset));
+      const auto at = static_cast<std::size_t>(offset - window.begin);
+      const std::size_t n = std::min(out.size(), window.bytes.size() - at);
+      std::copy_n(window.bytes.data() + at, n, out.data());
       out = out.subspan(n);
       offset += n;
     }
     return {};
   }
 
- private:
-  static constexpr std::uint64_t kWindow = std::uint64_t{4} << 20;
-
-  Status Fill(std::uint32_t item, std::uint64_t offset) {
+  Status Fill(Window& window, std::uint32_t item, std::uint64_t offset) const {
     const auto& [tensor, region] = items_.at(item);
-    window_.clear();  // If the read fails, the window stays empty.
+    window.bytes.clear();  // If the read fails, the window stays empty.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                  ByteRegion(tensor.meta.dtype(), tensor.meta.shape(), region));
     const auto size = static_cast<std::uint64_t>(bytes.volume());
@@ -108,22 +145,20 @@ class SourceReader {
         const Region part,
         Region::Flat(bytes.box(), bytes.flat_first() + static_cast<std::int64_t>(offset),
                      static_cast<std::int64_t>(n)));
-    std::vector<std::byte> window(static_cast<std::size_t>(n));
+    std::vector<std::byte> filled(static_cast<std::size_t>(n));
     ReadStats stats;
-    TENSORMOUNT_RETURN_IF_ERROR(source_.ReadPlaced(tensor, PlacePacked(part, 0), window.data(),
+    TENSORMOUNT_RETURN_IF_ERROR(source_.ReadPlaced(tensor, PlacePacked(part, 0), filled.data(),
                                                    ReadVerify::kExtendLeaves, stats, nullptr));
-    window_ = std::move(window);
-    item_ = item;
-    begin_ = offset;
+    window.bytes = std::move(filled);
+    window.item = item;
+    window.begin = offset;
     return {};
   }
 
   const OpenedCheckpoint& source_;
   std::vector<std::pair<TensorEntry, Region>> items_;
-  // Bytes [begin_, begin_ + window_.size()) of the region of item_ in packed order.
-  std::vector<std::byte> window_;
-  std::uint32_t item_ = 0;
-  std::uint64_t begin_ = 0;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Window>> windows_;  // That no read uses.
 };
 
 // Adds one rank's shards to `state`, and to `reader` in the same order. After an error `state` is
@@ -322,6 +357,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   }
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   options.page_hashes = args.page_hashes;
+  options.writers = args.writers;
   if (before.ok()) before = ReadBase(args, options);
   options.ephemeral = args.ephemeral;
   if (before.ok() && !args.retain.empty()) {

@@ -4,12 +4,12 @@
 #include "collective/load/meeting.h"
 
 #include <algorithm>
-#include <fstream>
 #include <map>
 #include <set>
 #include <utility>
 
 #include "base/coding.h"
+#include "base/machine.h"
 #include "collective/comm/agreement.h"
 #include "collective/guarded.h"
 #include "device/devices.h"
@@ -265,16 +265,6 @@ std::optional<Device> CommonDevice(const StateDict& request) {
     device = data.device;
   }
   return device;
-}
-
-std::uint64_t MachineHash() {
-  static const std::uint64_t machine = [] {
-    std::ifstream file("/proc/sys/kernel/random/boot_id");
-    std::string id;
-    file >> id;
-    return Xxh3(id).low;
-  }();
-  return machine;
 }
 
 Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& index,

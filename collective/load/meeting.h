@@ -88,9 +88,6 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
 // The device that all tensors of a request are on; nothing if there is none, or no tensor.
 std::optional<Device> CommonDevice(const StateDict& request);
 
-// Identifies this machine and its current boot.
-std::uint64_t MachineHash();
-
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_COLLECTIVE_LOAD_MEETING_H_

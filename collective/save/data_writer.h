@@ -29,16 +29,29 @@ struct WrittenData {
   std::vector<SaveReport::File> files;
 };
 
-// Writes all chunks and objects of `task` into the data/ directory of `staging`. Data are hashed
-// while they are in cache, leaf by leaf, and no byte is read back. On success every file is synced,
-// and all but shared ones are sealed (SealShared does that once all ranks have written); the
-// directory is not synced. After a failure the files stay: the caller aborts the staging.
-// `page_hashes`: whether to store page hashes, too. `progress` (may be null) counts bytes as they
-// are written. Fails with kCancelled once rules.cancel (may be null) is set.
-Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
-                              const RankTask& task, int rank, bool page_hashes = false,
-                              std::atomic<std::uint64_t>* progress = nullptr,
-                              const BlockRules& rules = {});
+// Most writers of a rank, and most rank shards.
+inline constexpr int kMostWriters = 16;
+
+struct WriteInput {
+  FileSystem& fs;
+  const Staging& staging;
+  const StateDict& state;
+  const RankTask& task;
+  int rank = 0;
+  bool page_hashes = false;                        // Whether to store page hashes, too.
+  std::atomic<std::uint64_t>* progress = nullptr;  // Counts bytes as they are written; may be null.
+  BlockRules rules = {};
+  // Threads that write, each into files of its own; from 1 to kMostWriters.
+  int writers = 1;
+  bool asked = false;  // The caller asked for this number: also for few bytes.
+};
+
+// Writes all chunks and objects of the task into the data/ directory of the staging. Data are
+// hashed while they are in cache, leaf by leaf, and no byte is read back. On success every file is
+// synced, and all but shared ones are sealed (SealShared does that once all ranks have written);
+// the directory is not synced. After a failure the files stay: the caller aborts the staging. Fails
+// with kCancelled once rules.cancel (may be null) is set.
+Result<WrittenData> WriteData(const WriteInput& input);
 
 // Seals and syncs the shared tensor files that this rank must seal.
 Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task);
@@ -50,7 +63,8 @@ std::vector<std::string> FilesWrittenAlone(const Staging& staging, const RankTas
 // Names of files, relative to the checkpoint's directory. `stem`: the tensor's
 // RankTask::Tensor::file.
 std::string TensorFileName(const Staging& staging, std::string_view stem);
-std::string RankShardName(const Staging& staging, int rank);
+// `shard`: a number of WriterPart.
+std::string RankShardName(const Staging& staging, int rank, int shard = 0);
 std::string PackName(const Staging& staging, int rank);
 std::string ManifestName(int rank);
 

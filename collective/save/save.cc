@@ -3,6 +3,7 @@
 // step".
 #include "tensormount/save.h"
 
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -14,6 +15,8 @@
 #include "base/coding.h"
 #include "base/file_system_for.h"
 #include "base/log.h"
+#include "base/machine.h"
+#include "base/parallel.h"
 #include "base/thread.h"
 #include "collective/comm/collective.h"
 #include "collective/comm/status_wire.h"
@@ -51,6 +54,8 @@ void LogThrown(const std::string& what, const std::function<void()>& fn) {
 }
 
 constexpr std::string_view kDefaultProducer = "tensormount 0.1";
+// Most writers of a rank if the caller names no number.
+constexpr int kMostWritersUnasked = 8;
 
 // Errors of rank 0's machine (disk full, permissions, read-only) are reported with its rank; errors
 // that every rank would see are not.
@@ -353,10 +358,10 @@ class SaveSession {
 
   Status Stage(const Status& local) {
     Result<std::string> told = collective_.Decide(
-        EncodeVote({local, Cancelled()}), "begin",
+        EncodeBegin({local, Cancelled()}, MachineHash()), "begin",
         [&](std::vector<std::string>& votes) -> Result<std::string> {
           const Status status = Guarded([&]() -> Status {
-            TENSORMOUNT_RETURN_IF_ERROR(VerdictOf(votes));
+            TENSORMOUNT_RETURN_IF_ERROR(VerdictOfBegin(votes, ranks_here_));
             const auto begin = [&]() -> Status {
               TENSORMOUNT_ASSIGN_OR_RETURN(const Store store,
                                            Store::OpenOrCreate(*fs_, store_path_, name_));
@@ -371,11 +376,11 @@ class SaveSession {
             };
             return RankZeroStatus(begin());
           });
-          return EncodeStaging(status, staging_);
+          return EncodeStaging(status, staging_, ranks_here_);
         });
     // If the call failed, only rank 0 may have made a staging (begun_).
     if (!told.ok()) return told.status();
-    TENSORMOUNT_ASSIGN_OR_RETURN(staging_, DecodeStaging(told.value()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(staging_, DecodeStaging(told.value(), ranks_here_));
     begun_ = true;
     return Status();
   }
@@ -396,12 +401,26 @@ class SaveSession {
   // The part of this rank's task that is not taken from the base.
   const RankTask& RemainingTask() const { return reused_.any ? reused_.remaining : *plan_.task; }
 
+  // A training step goes on beside a background save, which therefore takes half of the cores.
+  int Writers() const {
+    if (options_.writers > 0) return std::min(options_.writers, kMostWriters);
+    const int cores = static_cast<int>(HostCores()) / std::max(ranks_here_, 1);
+    return std::clamp(control_.copied ? cores / 2 : cores, 1, kMostWritersUnasked);
+  }
+
   // Writes and syncs this rank's data, then its manifest: the manifest names only bytes that are
   // already durable.
   Status Write() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(WrittenData data,
-                                 WriteData(*fs_, staging_, state_, RemainingTask(), rank_,
-                                           options_.page_hashes, options_.progress, Rules()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(WrittenData data, WriteData({.fs = *fs_,
+                                                              .staging = staging_,
+                                                              .state = state_,
+                                                              .task = RemainingTask(),
+                                                              .rank = rank_,
+                                                              .page_hashes = options_.page_hashes,
+                                                              .progress = options_.progress,
+                                                              .rules = Rules(),
+                                                              .writers = Writers(),
+                                                              .asked = options_.writers > 0}));
     mine_.bytes = data.bytes;
     report_.files = std::move(data.files);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
@@ -758,6 +777,7 @@ class SaveSession {
   const SaveControl& control_;
   Communicator& comm_;
   Collective collective_;
+  int ranks_here_ = 1;  // The most ranks on any one machine.
   const int rank_;
   const int world_;
   PhaseEvents phases_;

@@ -2,6 +2,8 @@
 // Messages of a save's ranks after the plan: votes, the staging, reports, the verdict.
 #include "collective/save/save_messages.h"
 
+#include <algorithm>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -88,7 +90,30 @@ Status VerdictOf(std::span<const std::string> encoded) {
   return VerdictOf(votes);
 }
 
-std::string EncodeStaging(const Status& status, const Staging& staging) {
+std::string EncodeBegin(const Vote& vote, std::uint64_t machine) {
+  ByteWriter out;
+  WriteVote(out, vote);
+  out.U64(machine);
+  return std::move(out.bytes());
+}
+
+Status VerdictOfBegin(std::span<const std::string> encoded, int& ranks_here) {
+  std::vector<Vote> votes;
+  votes.reserve(encoded.size());
+  std::map<std::uint64_t, int> of_machine;  // By machine: its number of ranks.
+  ranks_here = 1;
+  for (const std::string& bytes : encoded) {
+    ByteReader in(bytes, "vote of a rank");
+    votes.push_back(ReadVote(in));
+    ranks_here = std::max(ranks_here, ++of_machine[in.U64()]);
+    if (const Status status = in.Finish(); votes.back().status.ok() && !status.ok()) {
+      votes.back().status = status;
+    }
+  }
+  return VerdictOf(votes);
+}
+
+std::string EncodeStaging(const Status& status, const Staging& staging, int ranks_here) {
   ByteWriter out;
   WriteStatus(out, status);
   if (!status.ok()) return std::move(out.bytes());
@@ -102,10 +127,11 @@ std::string EncodeStaging(const Status& status, const Staging& staging) {
   EncodeUuid(out, staging.base);
   out.String(staging.base_name);
   out.String(staging.base_note);
+  out.U32(static_cast<std::uint32_t>(ranks_here));
   return std::move(out.bytes());
 }
 
-Result<Staging> DecodeStaging(std::string_view bytes) {
+Result<Staging> DecodeStaging(std::string_view bytes, int& ranks_here) {
   ByteReader in(bytes, "the staging directory that rank 0 sent");
   TENSORMOUNT_RETURN_IF_ERROR(ReadStatus(in));
   Staging staging;
@@ -119,6 +145,7 @@ Result<Staging> DecodeStaging(std::string_view bytes) {
   staging.base = DecodeUuid(in);
   staging.base_name = in.String(kMaxSaveText);
   staging.base_note = in.String(kMaxSaveText);
+  ranks_here = static_cast<int>(in.U32());
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return staging;
 }

@@ -32,10 +32,16 @@ std::string EncodeVote(const Vote& vote);
 Status VerdictOf(std::span<const Vote> votes);
 Status VerdictOf(std::span<const std::string> encoded);
 
+// A rank's vote before the staging is made, with its MachineHash.
+std::string EncodeBegin(const Vote& vote, std::uint64_t machine);
+// The verdict over these votes. Sets `ranks_here` to the most ranks on any one machine.
+Status VerdictOfBegin(std::span<const std::string> encoded, int& ranks_here);
+
 // Rank 0's staging, or the failure to make it: the resolved store path and the names in it, so that
-// ranks on other machines use the same directory, or notice that it is missing there.
-std::string EncodeStaging(const Status& status, const Staging& staging);
-Result<Staging> DecodeStaging(std::string_view bytes);
+// ranks on other machines use the same directory, or notice that it is missing there. `ranks_here`:
+// of VerdictOfBegin.
+std::string EncodeStaging(const Status& status, const Staging& staging, int ranks_here);
+Result<Staging> DecodeStaging(std::string_view bytes, int& ranks_here);
 
 // A rank's report to rank 0, sent only when its data and its manifest are durable: rank 0 publishes
 // once it has an ok report of every rank, and published data must survive a power failure.

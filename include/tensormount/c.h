@@ -607,7 +607,7 @@ typedef struct tm_save_options {
   // Retention rules as in tm_store_prune. Rank 0 applies them after the commit; NULL: none.
   const char* retention;
   int32_t ephemeral;  // 1: temporary; the next committed save removes it, unless it is pinned.
-  int32_t reserved2;
+  int32_t writers;    // Threads that write this rank's data; 0: by cores and ranks, at most 8.
 } tm_save_options;
 
 TM_EXPORT void tm_save_report_free(tm_save_report* report);

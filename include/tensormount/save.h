@@ -97,6 +97,10 @@ struct SaveOptions {
   Timeouts timeouts = {};
 
   // ---- Of this rank alone ----
+  // Threads that read, hash and write this rank's data, each into files of its own; at most 16. 0:
+  // as many as the machine has cores for each of its ranks, at most 8; a background save takes half
+  // of them. A save of less than 32 MiB by a rank has one writer.
+  int writers = 0;
   // Called on the saving thread, at the start and end of every phase (event.h).
   EventHook events = {};
   // Called when this rank's data are durable and replicas are compared, before anything is

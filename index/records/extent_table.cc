@@ -164,7 +164,7 @@ Status ExtentTable::AppendAll(const ExtentTable& other) {
 // After a failure some rows of `other` remain in the table; callers then discard the whole
 // inventory.
 Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
-                                 std::uint32_t manifest) {
+                                 std::uint32_t manifest, std::uint64_t leaves) {
   const std::size_t before = size();
   TENSORMOUNT_RETURN_IF_ERROR(AppendAll(other));
   const std::size_t row_bytes = this->row_bytes();
@@ -177,6 +177,9 @@ Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::
     }
     StoreLittle(row + extent_row::kFile, file_map[file]);
     StoreLittle(row + extent_row::kManifest, manifest);
+    if (leaves == 0) continue;
+    const auto first = LoadLittle<std::uint64_t>(row + extent_row::kFirstLeaf);
+    StoreLittle(row + extent_row::kFirstLeaf, first + leaves);
   }
   return Status();
 }

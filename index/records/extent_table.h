@@ -80,8 +80,9 @@ class ExtentTable {
   // Appends the rows of `other` with new file and manifest numbers: file number i becomes
   // file_map[i]. Copies the rows once and rewrites 8 bytes of each. kDataLoss if a file number is
   // outside the map.
+  // `leaves`: is added to the positions of first leaves.
   Status AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
-                      std::uint32_t manifest);
+                      std::uint32_t manifest, std::uint64_t leaves = 0);
   // Replaces file and manifest numbers in place. kDataLoss if a number is outside its map.
   Status Remap(std::span<const std::uint32_t> file_map,
                std::span<const std::uint32_t> manifest_map);

@@ -280,7 +280,7 @@ class SaveOptions(Structure):
         ("inherit", c_char_p),
         ("retention", c_char_p),
         ("ephemeral", c_int32),
-        ("reserved2", c_int32),
+        ("writers", c_int32),
     ]
 
 

@@ -67,6 +67,7 @@ class SaveOptions(TypedDict, total=False):
     producer: Optional[str]
     retain: Optional[str]
     ephemeral: bool
+    writers: int
     liveness: Optional[float]
     arrival: Optional[float]
     total: Optional[float]
@@ -165,7 +166,7 @@ def save(
     progress  called during the call with the bytes that this rank has written and has to write; True:
               draws a bar if tqdm is installed.
 
-    Options, which must be the same on all ranks, except the hooks (on_event, before_publish, on_commit):
+    Options, which must be the same on all ranks, except writers and the hooks (on_event, before_publish, on_commit):
 
     replace   True: if the name exists, the commit exchanges that checkpoint for the new one.
     placement "auto", "tensor-file", "rank-shard", "safetensors": which files the data go to.
@@ -180,6 +181,8 @@ def save(
     reuse     "auto": data that the latest checkpoint of the store already has, byte for byte, are hard
               linked instead of written; "off": all data are written; or the name of the checkpoint to
               link to.
+    writers   threads that read, hash and write this rank's data, each into files of its own (at most 16); 0: as
+              many as the machine has cores for each of its ranks, at most 8, and half of them in the background.
     full_every    number of saves in a row of which one writes all data anew (50); 0: none does.
     inherit   the name of a checkpoint of the store: keys that no rank has are hard linked from it.
     retain    rules for `Store.prune` ("last=3,every=1000"), or "policy" for the store's own. Rank 0 removes
@@ -528,6 +531,10 @@ def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
             raise InvalidArgumentError(f"retain={retain!r}: a str was expected")
         given.retention = text(retain)
     given.ephemeral = flag("ephemeral", options.get("ephemeral", False))
+    writers = options.get("writers", 0)
+    if isinstance(writers, bool) or not isinstance(writers, int) or not 0 <= writers <= 16:
+        raise InvalidArgumentError(f"writers={writers!r}: must be a number of threads from 1 to 16, or 0")
+    given.writers = writers
     set_times(given, options.get("liveness"), options.get("arrival"), options.get("total"))
     set_hook(given, options.get("on_event"), kept)
     set_save_hooks(given, options.get("before_publish"), options.get("on_commit"), _report, kept)

@@ -53,12 +53,14 @@ class FailingOnce {
   ObservedFileSystem fs_;
 };
 
-class SaveFailureTest : public testing::Test {
+// By the number of writers of a rank.
+class SaveFailureTest : public testing::TestWithParam<int> {
  protected:
   // `reuse`: of what the store holds already.
   Status Save(const std::string& name, Reuse reuse = Reuse::kOff) {
     SaveOptions options;
     options.reuse = reuse;
+    options.writers = GetParam();
     return OneVerdict(SaveOnThreads(
         Path(name), kFailureRanks,
         [&](int rank, RankState& state) {
@@ -122,7 +124,7 @@ TEST(SaveSealTest, SealedFilesAreSyncedAfterSealing) {
 
 // What fails while a base is looked at, linked and described costs the reuse or the save, and
 // nothing of what is there.
-TEST_F(SaveFailureTest, EveryFaultInASaveWithABaseIsContained) {
+TEST_P(SaveFailureTest, EveryFaultInASaveWithABaseIsContained) {
   ASSERT_OK(Save("old"));
   for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
   ASSERT_OK(Save("count", Reuse::kAuto));
@@ -155,7 +157,7 @@ TEST_F(SaveFailureTest, EveryFaultInASaveWithABaseIsContained) {
   }
 }
 
-TEST_F(SaveFailureTest, EveryOperationFailureGivesOneVerdict) {
+TEST_P(SaveFailureTest, EveryOperationFailureGivesOneVerdict) {
   ASSERT_OK(Save("old"));
   for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
   ASSERT_OK(Save("count"));
@@ -205,7 +207,7 @@ TEST_F(SaveFailureTest, EveryOperationFailureGivesOneVerdict) {
   EXPECT_EQ(ReadAll(Path("after")).at("same"), same_.bytes);
 }
 
-TEST_F(SaveFailureTest, FailuresOfSeveralRanksReportTheLowestRank) {
+TEST_P(SaveFailureTest, FailuresOfSeveralRanksReportTheLowestRank) {
   ASSERT_OK(Save("old"));
   for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
   ASSERT_OK(Save("count"));
@@ -219,6 +221,8 @@ TEST_F(SaveFailureTest, FailuresOfSeveralRanksReportTheLowestRank) {
   EXPECT_THAT(status, HasMessage("rank 1: "));
   EXPECT_THAT(status, HasMessage("(1 other rank failed too)"));
 }
+
+INSTANTIATE_TEST_SUITE_P(Writers, SaveFailureTest, testing::Values(1, 3));
 
 }  // namespace
 }  // namespace tensormount

@@ -213,12 +213,71 @@ TEST_F(SaveTest, RankShardIsASelfDescribingSafetensorsFile) {
   EXPECT_EQ(header.metadata.at("w#1"), "f32 [6, 4] [3:6, 0:4]");
 }
 
+// Tensor files, rank shards and a pack are divided among writers, and make the same checkpoint.
+TEST_F(SaveTest, SeveralWritersMakeTheCheckpointOfOne) {
+  std::vector<RandomTensor> tensors;
+  for (int t = 0; t < 6; ++t) {
+    tensors.push_back(MakeTensor("row" + std::to_string(t), DType::kF32, {300 + 40 * t, 1024}));
+    tensors.push_back(MakeTensor("column" + std::to_string(t), DType::kBF16, {90 + t, 200}));
+    tensors.push_back(MakeTensor("small" + std::to_string(t), DType::kU8, {7 + t}));
+  }
+  const RandomTensor none = MakeTensor("none", DType::kF32, {0, 2});
+  const auto save = [&](const std::string& name, int writers) {
+    SaveOptions options;
+    options.writers = writers;
+    options.page_hashes = true;
+    options.reuse = Reuse::kOff;
+    const auto results = SaveOnThreads(
+        Path(name), 2,
+        [&](int rank, RankState& state) {
+          for (const RandomTensor& t : tensors) {
+            if (t.key.starts_with("column")) {
+              state.Add(t, Columns(t.shape, rank, 2));
+            } else if (t.key.starts_with("row") || rank == 1) {
+              state.Add(t, t.key.starts_with("row") ? RowsOf(t.shape, rank, 2)
+                                                    : Region(Box::Whole(t.shape)));
+            }
+          }
+          if (rank == 0) state.Add(none, Box::Whole(none.shape));
+          EXPECT_OK(state.dict.AddObject("rng", std::to_string(rank), {{rank}, {2}}));
+        },
+        options);
+    EXPECT_OK(OneVerdict(results));
+    ExpectWhole(Path(name));
+    for (const std::string& file : FilesInData(Path(name))) {
+      ExpectSealed(Path(name) + "/data/" + file);
+      if (!file.ends_with(".safetensors")) continue;
+      EXPECT_OK(OpenNamed(HostFileSystem(), Path(name) + "/data/" + file, {})) << file;
+    }
+    const auto opened = OpenedCheckpoint::Open(HostFileSystem(), Path(name), {});
+    EXPECT_OK(opened);
+    EXPECT_EQ(opened.value()->index().Objects().value().size(), 2u);
+    return opened.value()->commit()->record.content_root;
+  };
+  const Hash128 root = save("one", 1);
+  const std::size_t files = FilesInData(Path("one")).size();
+  for (const int writers : {2, 3, 16, 400}) {
+    SCOPED_TRACE(writers);
+    const std::string name = "w" + std::to_string(writers);
+    EXPECT_EQ(save(name, writers), root);
+    const auto read = ReadAll(Path(name));
+    for (const RandomTensor& t : tensors) EXPECT_TRUE(read.at(t.key) == t.bytes) << t.key;
+    // Each rank's shard is several files; all other files are those of one writer.
+    const int shards = std::min(writers, 6);
+    EXPECT_EQ(FilesInData(Path(name)).size(), files + static_cast<std::size_t>(2 * (shards - 1)));
+  }
+  // Few bytes are not divided unless the caller asks for it.
+  EXPECT_EQ(save("default", 0), root);
+  EXPECT_EQ(FilesInData(Path("default")).size(), files);
+}
+
 TEST_F(SaveTest, SafetensorsPlacementWritesTheModelToOneFile) {
   const RandomTensor a = MakeTensor("a", DType::kF32, {5});
   const RandomTensor b = MakeTensor("b", DType::kBF16, {3, 2});
   const RandomTensor none = MakeTensor("none", DType::kF32, {0, 2});
   SaveOptions options;
   options.placement = PlacementRule::kSafetensors;
+  options.writers = 3;
   ASSERT_OK(OneVerdict(SaveOnThreads(
       Path("a"), 2,
       [&](int rank, RankState& state) {
@@ -405,6 +464,7 @@ TEST_F(SaveTest, RandomShardingsAndStridesRoundTrip) {
     options.placement = random.OneIn(2) ? PlacementRule::kAuto : PlacementRule::kRankShard;
     options.replicas = random.OneIn(2) ? ReplicaCheck::kFull : ReplicaCheck::kRotating;
     options.page_hashes = random.OneIn(2);
+    options.writers = static_cast<int>(random.Int(0, 4));
     const std::string path = Path("c" + std::to_string(i));
     ASSERT_OK(OneVerdict(SaveOnThreads(
         path, n,

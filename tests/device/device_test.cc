@@ -177,6 +177,46 @@ TEST(PinnedRingTest, BlockReturnsOnlyAfterItsMarkIsReached) {
   EXPECT_OK(ring->Take(Deadline::After(std::chrono::seconds(10))));
 }
 
+// A mark that counts the questions of all marks.
+class CountedMark : public DeviceMark {
+ public:
+  CountedMark(int& questions, bool reached) : questions_(questions), reached_(reached) {}
+  Result<bool> Reached() override {
+    ++questions_;
+    return reached_;
+  }
+
+ private:
+  int& questions_;
+  bool reached_;
+};
+
+TEST(PinnedRingTest, DeviceIsAskedOnlyForABlockThatIsNeeded) {
+  const auto ring = RingOf(std::make_shared<HostDevice>(HostDevice::Options{}), 20);
+  int questions = 0;
+  {
+    std::vector<PinnedRing::Block> all;
+    for (int i = 0; i < 20; ++i) {
+      ASSERT_OK_AND_ASSIGN(auto block, ring->Take(Soon()));
+      all.push_back(std::move(block));
+    }
+    // The first block stays with the device; 18 return in order; one was never given away.
+    for (std::size_t i = 0; i < 19; ++i) {
+      all[i].ReturnAfter(
+          std::shared_ptr<DeviceMark>(std::make_shared<CountedMark>(questions, i > 0)));
+    }
+  }
+  for (int i = 0; i < 100; ++i) ASSERT_OK(ring->Take(Soon()));
+  EXPECT_EQ(questions, 0) << "a block was free";
+  std::vector<PinnedRing::Block> held;
+  for (int i = 0; i < 19; ++i) {
+    ASSERT_OK_AND_ASSIGN(auto block, ring->Take(Soon()));
+    held.push_back(std::move(block));
+  }
+  EXPECT_EQ(questions, 18 * 2);  // The first block each time, and the one that was taken.
+  EXPECT_FALSE(ring->TryTake());
+}
+
 TEST(PinnedRingTest, RefusedPinningIsLoggedOnce) {
   std::vector<std::string> lines;
   SetLogSink([&](LogLevel, std::string_view line) { lines.emplace_back(line); });

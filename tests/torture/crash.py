@@ -127,7 +127,7 @@ def save_options(rng):
     ranks = rng.choice([1, 2, 3, 4])
     placements = ["auto", "tensor-file", "rank-shard"] + (["safetensors"] if ranks == 1 else [])
     return ["--ranks", str(ranks), "--shard", rng.choice(["rows", "cols", "flat", "replicate"]),
-            "--placement", rng.choice(placements)]
+            "--placement", rng.choice(placements), "--writers", rng.choice(["1", "4"])]
 
 
 def make_operations(workload, rng):

@@ -59,6 +59,7 @@ READERS = {
 WRITERS = {
     "save": (["import", "v4.safetensors", "S/new", "--ranks", "2"], "new", None, "v4"),
     "save_files": (["import", "v4.safetensors", "S/new", "--ranks", "3", "--placement", "tensor-file"], "new", None, "v4"),
+    "save_writers": (["import", "v4.safetensors", "S/new", "--ranks", "2", "--writers", "4"], "new", None, "v4"),
     "save_one": (["import", "v4.safetensors", "S/new", "--placement", "safetensors"], "new", None, "v4"),
     "save_first": (["import", "v4.safetensors", "S/new"], "new", None, "v4"),
     "replace": (["import", "v4.safetensors", "S/step-3", "--ranks", "2", "--if-exists", "replace"], "step-3", "v3", "v4"),

@@ -111,7 +111,9 @@ Status SaveAll(Communicator& comm, std::vector<Job>& jobs, const char* mark) {
     StateDict state;
     for (const TensorInModel& tensor : job.tensors)
       TENSORMOUNT_RETURN_IF_ERROR(AddHalf(job, tensor, comm.rank(), state));
-    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, job.path));
+    SaveOptions options;
+    options.writers = 1 + static_cast<int>(job.bytes.size() % 4);
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, job.path, options));
     waiting.emplace_back([&comm, &job, mark, handle = std::move(handle)]() mutable {
       Status& status = job.verdicts[static_cast<std::size_t>(comm.rank())];
       status = handle.WaitCommitted().status();

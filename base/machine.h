@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_MACHINE_H_
+#define TENSORMOUNT_BASE_MACHINE_H_
+
+#include <cstdint>
+
+namespace tensormount {
+
+// A hash of the kernel's boot id: equal for processes on one running machine, containers included.
+std::uint64_t MachineHash();
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BASE_MACHINE_H_

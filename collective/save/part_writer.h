@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_SAVE_PART_WRITER_H_
+#define TENSORMOUNT_COLLECTIVE_SAVE_PART_WRITER_H_
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "tensormount/save.h"
+#include "tensormount/status.h"
+
+#include "collective/save/data_writer.h"
+#include "collective/save/rank_task.h"
+#include "index/records/inventory.h"
+
+namespace tensormount {
+
+// What one writer of a rank writes: files of its own.
+struct WriterPart {
+  // Number of the part's rank shard: each has a file. 0 for parts without one.
+  int shard = 0;
+  std::vector<RankTask::Chunk> chunks;  // In the order of the task.
+  std::vector<std::uint32_t> objects;
+};
+
+// What a writer has written. Numbers of files and positions of leaves are valid for this part.
+struct WrittenPart {
+  Inventory inventory;                            // Files, extra ranges and objects.
+  std::map<std::uint32_t, TensorRecord> tensors;  // By position of the tensor in the task.
+  std::vector<Hash128> leaves;
+  bool paged = false;
+  std::uint64_t bytes = 0;
+  std::vector<SaveReport::File> files;
+};
+
+// Writes and syncs a part. Thread-safe for different parts. Fails with WriterStopped soon after
+// `stop` is set. Other errors as for WriteData.
+Result<WrittenPart> WritePart(const WriteInput& input, const WriterPart& part,
+                              const std::atomic<bool>& stop);
+// The status of a writer that ended because another one failed.
+Status WriterStopped();
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_SAVE_PART_WRITER_H_
