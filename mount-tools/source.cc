@@ -236,7 +236,7 @@ Status CheckShardRuleSplits(const OpenedCheckpoint& source, const std::string& t
 }
 
 std::string PlacementOf(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {
-  const auto extents = checkpoint.index().Extents(tensor.ordinal);
+  const auto extents = checkpoint.index().Extents(tensor);
   if (!extents.ok()) return "damaged";
   // Reads all chunk records, which takes a moment for a million chunks.
   std::set<Placement> kinds;

@@ -33,7 +33,7 @@ Dims Dims::Filled(int rank, std::int64_t value) {
 
 // The sixth value (kInline is 5) moves all values to the heap, with room for kMaxAxes, so that they
 // move only once.
-void Dims::push_back(std::int64_t v) {
+void Dims::Grow(std::int64_t v) {
   assert(rank_ < kMaxAxes);
   if (rank_ == kMaxAxes) return;
   if (rank_ == kInline) {

@@ -56,7 +56,7 @@ Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
     out.U8(static_cast<std::uint8_t>(entry.meta.dtype()));
     out.U8(static_cast<std::uint8_t>(entry.meta.shape().rank()));
     for (const std::int64_t extent : entry.meta.shape()) out.I64(extent);
-    const Result<std::shared_ptr<const ExtentTable>> extents = index.Extents(entry.ordinal);
+    const Result<std::shared_ptr<const ExtentTable>> extents = index.Extents(entry);
     failure = extents.status();
     if (failure.ok()) out.Hash(Xxh3(extents.value()->packed()));
     return failure.ok();

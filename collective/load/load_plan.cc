@@ -28,7 +28,7 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
                                ByteRegion(entry.meta.dtype(), entry.meta.shape(), region));
   const std::vector<Box> boxes = wanted.Boxes();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
-                               index.Extents(entry.ordinal));
+                               index.Extents(entry));
   std::size_t seen = 0;
   for (std::size_t i = 0; i < extents->size() && seen < max_chunks; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, extents->At(i));
@@ -136,7 +136,7 @@ Result<LoadPlan> LoadPlanner::Finish(int ranks, bool all_known, std::vector<int>
   plan_.groups = std::move(groups);
   for (PlannedTensor& tensor : plan_.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
-                                 index_.Extents(tensor.entry().ordinal));
+                                 index_.Extents(tensor.entry()));
     if (extents->size() > 0) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord first, extents->At(0));
       tensor.place = {first.file, first.offset};

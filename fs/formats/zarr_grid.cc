@@ -18,7 +18,7 @@ std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return a / b + (a % b != 
 Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const TensorEntry& tensor) {
   const Dims& shape = tensor.meta.shape();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
-                               index.Extents(tensor.ordinal));
+                               index.Extents(tensor));
   // One pass over the extents, without allocations for each chunk.
   std::optional<Dims> cell;
   for (std::size_t i = 0; i < table->size(); ++i) {

@@ -121,7 +121,7 @@ class SafetensorsView : public FileView {
       whole = whole && tensor.chunks == 1 && !tensor.wide && !tensor.pending;
       if (!whole) return false;
       // The index has the extents, because tensors with pending chunks were excluded above.
-      const Result<std::shared_ptr<const ExtentTable>> table = index.Extents(tensor.ordinal);
+      const Result<std::shared_ptr<const ExtentTable>> table = index.Extents(tensor);
       inner = table.status();
       if (!inner.ok()) return false;
       const Result<ChunkRecord> chunk = table.value()->At(0);

@@ -61,7 +61,13 @@ class TENSORMOUNT_EXPORT Dims {
     assert(axis >= 0 && axis < rank_);
     return data()[axis];
   }
-  void push_back(std::int64_t v);
+  void push_back(std::int64_t v) {
+    if (rank_ < kInline) {
+      v_.here[rank_++] = v;
+    } else {
+      Grow(v);
+    }
+  }
   std::span<const std::int64_t> span() const { return {data(), static_cast<std::size_t>(rank_)}; }
   const std::int64_t* begin() const { return data(); }
   const std::int64_t* end() const { return data() + rank_; }
@@ -77,6 +83,7 @@ class TENSORMOUNT_EXPORT Dims {
   };
 
   static std::int64_t* CopyOf(const std::int64_t* values);  // Copies kMaxAxes values.
+  void Grow(std::int64_t v);  // push_back, if the values in the object are kInline or more.
   bool is_inline() const { return rank_ <= kInline; }
   const std::int64_t* data() const { return is_inline() ? v_.here : v_.heap; }
   std::int64_t* data() { return is_inline() ? v_.here : v_.heap; }

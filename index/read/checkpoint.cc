@@ -205,7 +205,7 @@ Status OpenedCheckpoint::CheckFileUnchanged(std::uint32_t file, File& open) cons
 
 Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::Extents(
     const TensorEntry& tensor) const {
-  if (!tensor.pending) return index_->Extents(tensor.ordinal);
+  if (!tensor.pending) return index_->Extents(tensor);
   if (source_) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry stored, WholeSourceOf(tensor));
     return source_->Extents(stored);

@@ -279,7 +279,7 @@ Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
     const TensorEntry& tensor) const {
   if (std::shared_ptr<const ExtentLookup> known = files_->lookups.Get(tensor.ordinal)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const ExtentTable> table,
-                               index_->Extents(tensor.ordinal));
+                               index_->Extents(tensor, /*keep=*/false));
   if (table->rank() != tensor.meta.shape().rank()) {
     return Status(Code::kInvalidArgument, "tensor " + tensor.meta.key() +
                                               ": the tensor does not belong to this checkpoint");

@@ -313,10 +313,17 @@ Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
 }
 
 Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_t ordinal) const {
-  // No lock is held during the read: two threads may read the same table, and the first one put
-  // into the cache wins (LruCache::Put).
   if (std::shared_ptr<const ExtentTable> known = extents_.Get(ordinal)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, At(ordinal));
+  return Extents(entry);
+}
+
+Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(const TensorEntry& entry,
+                                                                    bool keep) const {
+  // No lock is held during the read: two threads may read the same table, and the first one put
+  // into the cache wins (LruCache::Put).
+  const std::uint32_t ordinal = entry.ordinal;
+  if (std::shared_ptr<const ExtentTable> known = extents_.Get(ordinal)) return known;
   const std::string prefix = record::Key(record::kExtents, ordinal);
   std::string rows;
   std::uint32_t page = 0;
@@ -337,9 +344,10 @@ Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_
     return BadIndex("tensor " + entry.meta.key() + ": " + std::to_string(table.value().size()) +
                     " chunks, " + std::to_string(entry.chunks) + " expected");
   }
-  const std::size_t weight = table.value().packed().size() + 256;
-  return extents_.Put(ordinal, std::make_shared<const ExtentTable>(std::move(table).value()),
-                      weight);
+  auto shared = std::make_shared<const ExtentTable>(std::move(table).value());
+  if (!keep) return shared;
+  const std::size_t weight = shared->packed().size() + 256;
+  return extents_.Put(ordinal, std::move(shared), weight);
 }
 
 Result<std::vector<ObjectRecord>> CheckpointIndex::Objects() const {
@@ -461,8 +469,7 @@ Result<Inventory> CheckpointIndex::ToInventory() const {
   inventory.tensors.reserve(entries.size());
   for (const TensorEntry& entry : entries) {
     TensorRecord& tensor = inventory.tensors.emplace_back(entry.meta);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
-                                 Extents(entry.ordinal));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents, Extents(entry));
     tensor.extents = *extents;
     tensor.digest = entry.digest;
     tensor.has_digest = entry.has_digest;

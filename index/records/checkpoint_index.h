@@ -159,6 +159,10 @@ class CheckpointIndex {
   // The recorded extent table of tensor `ordinal`. Pending chunks are not located:
   // OpenedCheckpoint::Extents does that.
   Result<std::shared_ptr<const ExtentTable>> Extents(std::uint32_t ordinal) const;
+  // The same without a look-up of the tensor. `entry` is of this index. `keep`: whether the table
+  // is kept in the index's cache; false for callers that keep it themselves.
+  Result<std::shared_ptr<const ExtentTable>> Extents(const TensorEntry& entry,
+                                                     bool keep = true) const;
 
   // All object parts, by key and then by grid index. Objects, ObjectParts and Extras decode the
   // records on each call, because an open or a listing calls them once.

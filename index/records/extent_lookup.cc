@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds the chunks that a read may touch. Table rows are sorted by the first cell of their region
-// in row-major order. For each table row, max_end_ holds the largest end of this row and all rows
-// before it. Two binary searches then bound the candidates. For ranges of bytes or tensor rows that
-// takes O(log n); for tensor columns there are more candidates, which MayTouch removes.
+// in row-major order. Bounds::max_end never decreases. Two binary searches then bound the
+// candidates. For ranges of bytes or tensor rows that takes O(log n); for tensor columns there are
+// more candidates, which MayTouch removes.
 #include "index/records/extent_lookup.h"
 
 #include <algorithm>
@@ -49,13 +49,11 @@ std::optional<ByteBounds> RunInTensor(const TensorMeta& meta, const Region& regi
 
 Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
     const TensorMeta& meta, std::shared_ptr<const ExtentTable> table) {
-  std::shared_ptr<ExtentLookup> lookup(new ExtentLookup);
+  auto lookup = std::make_shared<ExtentLookup>();
   const std::size_t n = table->size();
-  lookup->first_.reserve(n);
-  lookup->end_.reserve(n);
-  lookup->max_end_.reserve(n);
+  lookup->rows_.reserve(n);
   // Start of the previous table row. Starts must not decrease, because the binary search over
-  // first_ relies on the order, and a tampered index may have any.
+  // first bytes relies on the order, and a tampered index may have any.
   std::uint64_t before = 0;
   std::uint64_t max_end = 0;
   bool one_run = n > 0 && meta.bytes() > 0;
@@ -84,9 +82,7 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
                 chunk.offset == run->offset + first && chunk.length == end - first;
     }
     max_end = std::max(max_end, end);
-    lookup->first_.push_back(first);
-    lookup->end_.push_back(end);
-    lookup->max_end_.push_back(max_end);
+    lookup->rows_.push_back({first, end, max_end});
     before = first;
   }
   if (one_run) lookup->file_run_ = run;
@@ -95,15 +91,15 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
 }
 
 // Table row i can hold a byte at or behind `first` only if one of the rows up to i reaches past
-// `first`. max_end_ never decreases, so binary search finds the first such i. A row that begins at
+// `first`. max_end never decreases, so binary search finds the first such i. A row that begins at
 // or behind `end` holds no byte before `end`. Example: rows of 10 bytes each and the range [25,
-// 31). max_end_ is 10 20 30 40, so begin is row 2; first_ is 0 10 20 30, so end is 4.
+// 31). max_end is 10 20 30 40, so begin is row 2; first is 0 10 20 30, so end is 4.
 ExtentLookup::Rows ExtentLookup::Candidates(std::uint64_t first, std::uint64_t end) const {
   Rows rows;
-  rows.begin = static_cast<std::size_t>(std::upper_bound(max_end_.begin(), max_end_.end(), first) -
-                                        max_end_.begin());
-  rows.end = static_cast<std::size_t>(std::lower_bound(first_.begin(), first_.end(), end) -
-                                      first_.begin());
+  rows.begin = static_cast<std::size_t>(
+      std::ranges::upper_bound(rows_, first, {}, &Bounds::max_end) - rows_.begin());
+  rows.end = static_cast<std::size_t>(std::ranges::lower_bound(rows_, end, {}, &Bounds::first) -
+                                      rows_.begin());
   rows.end = std::max(rows.begin, rows.end);
   return rows;
 }

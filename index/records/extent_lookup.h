@@ -51,7 +51,7 @@ class ExtentLookup {
   // False means that table row i has no byte of [first, end) in row-major order. True means
   // "perhaps", because only the row's first and last byte are compared.
   bool MayTouch(std::size_t i, std::uint64_t first, std::uint64_t end) const {
-    return first_[i] < end && end_[i] > first;
+    return rows_[i].first < end && rows_[i].end > first;
   }
   const ExtentTable& table() const { return *table_; }
   const std::shared_ptr<const ExtentTable>& shared_table() const { return table_; }
@@ -65,16 +65,19 @@ class ExtentLookup {
   };
   std::optional<FileRun> file_run() const { return file_run_; }
   // Weight of this object in a cache, in bytes: three u64 for each table row, and the packed rows.
-  std::size_t memory() const { return first_.size() * 24 + table_->packed().size() + 128; }
+  std::size_t memory() const {
+    return rows_.size() * sizeof(Bounds) + table_->packed().size() + 128;
+  }
 
  private:
-  ExtentLookup() = default;
+  // Positions of a table row in the tensor's bytes.
+  struct Bounds {
+    std::uint64_t first = 0;
+    std::uint64_t end = 0;      // Behind the last byte.
+    std::uint64_t max_end = 0;  // The largest end of this row and all rows before it.
+  };
   std::shared_ptr<const ExtentTable> table_;
-  // For each table row, positions in the tensor's bytes: the first byte, the end of the last byte,
-  // and the largest end of this row and all rows before it.
-  std::vector<std::uint64_t> first_;
-  std::vector<std::uint64_t> end_;
-  std::vector<std::uint64_t> max_end_;
+  std::vector<Bounds> rows_;
   std::optional<FileRun> file_run_;
 };
 
