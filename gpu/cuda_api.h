@@ -165,6 +165,9 @@ using GetProcAddress = Result (*)(const char* name, void** function, int version
                                   std::uint64_t flags, int* found);
 inline constexpr char kGetProcAddress[] = "cuGetProcAddress_v2";
 inline constexpr char kLibrary[] = "libcuda.so.1";
+// Since CUDA 12.4; older drivers lack it.
+inline constexpr char kFuncLoad[] = "cuFuncLoad";
+inline constexpr int kFuncLoadVersion = 12040;
 // Older versions of cuDeviceGetUuid return the UUID of the whole device for a MIG instance.
 inline constexpr int kPhysicalUuidVersion = 9020;
 
@@ -175,6 +178,8 @@ struct Driver {
 #undef TENSORMOUNT_CUDA_MEMBER
   // cuDeviceGetUuid of version kPhysicalUuidVersion.
   decltype(cuDeviceGetUuid) physical_uuid = nullptr;
+  // Null: the driver is too old.
+  Result (*cuFuncLoad)(Function function) = nullptr;
 };
 
 }  // namespace tensormount::gpu::cuda

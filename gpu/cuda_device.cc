@@ -116,6 +116,10 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
   for (const auto& [name, function] : wanted) {
     TENSORMOUNT_RETURN_IF_ERROR(
         context_->Check(driver.cuModuleGetFunction(function, module_, name), name));
+    // By default the driver loads a kernel at its first launch, which may wait for all streams of
+    // the context, without a deadline.
+    if (driver.cuFuncLoad == nullptr) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(context_->Check(driver.cuFuncLoad(*function), name));
   }
   cuda::Address tables = 0;
   std::size_t bytes = 0;
@@ -268,7 +272,7 @@ Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue(const QueueLimits& li
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   cuda::Stream stream = nullptr;
-  // The lowest priority, because training comes first.
+  // The lowest priority. Streams of PyTorch have it, too, unless the program asks for a higher one.
   TENSORMOUNT_RETURN_IF_ERROR(
       context_->Check(context_->driver().cuStreamCreateWithPriority(
                           &stream, cuda::kStreamNonBlocking, least_priority_),

@@ -38,6 +38,7 @@ Result<std::shared_ptr<const cuda::Driver>> OpenDriver(const char* library) {
 #undef TENSORMOUNT_CUDA_RESOLVE
   TENSORMOUNT_RETURN_IF_ERROR(
       resolve("cuDeviceGetUuid", driver->physical_uuid, cuda::kPhysicalUuidVersion));
+  (void)resolve(cuda::kFuncLoad, driver->cuFuncLoad, cuda::kFuncLoadVersion);
   const cuda::Result begun = driver->cuInit(0);
   if (begun == cuda::kNotInitialized) {
     return Status(Code::kUnavailable,

@@ -690,6 +690,29 @@ TEST_F(CudaDeviceTest, CaptureModeIsRestoredOnlyIfItWasChanged) {
   EXPECT_EQ(TheFakeCuda().capture_mode(), 0);
 }
 
+TEST_F(CudaDeviceTest, QueuesDestroyTheirStreams) {
+  const auto device = First();
+  EXPECT_OK(CopiesAreExact(*device, TestSeed(), 1));
+  TheFakeCuda().quiesce();
+  const std::size_t streams = TheFakeCuda().counts().streams;
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
+    EXPECT_EQ(TheFakeCuda().counts().streams, streams + 1);
+  }
+  EXPECT_EQ(TheFakeCuda().counts().streams, streams);
+}
+
+TEST_F(CudaDeviceTest, KernelsAreLoadedWhenTheDeviceIsOpened) {
+  const FakeCudaDevices fresh;
+  FailAt("cuFuncLoad", cuda::kNotPermitted, 4);  // The last of the five.
+  const auto refused = devices_.cuda().Open(kFirst);
+  TheFakeCuda().set_fault({});
+  EXPECT_THAT(refused.status(), HasMessage("tensormount_crc: CUDA_ERROR_NOT_PERMITTED"));
+  // The fake ends the process at a launch of a kernel that is not loaded.
+  ASSERT_OK_AND_ASSIGN(const auto device, devices_.cuda().Open(kFirst));
+  EXPECT_OK(CopiesAreExact(*device, TestSeed(), 1));
+}
+
 TEST_F(CudaDeviceTest, FailureOfEveryCudaFunctionIsHandled) {
   const char* const functions[] = {"cuMemAllocFromPoolAsync",
                                    "cuMemHostRegister",

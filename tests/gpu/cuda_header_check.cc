@@ -45,6 +45,7 @@ struct Alike<R (*)(A...), S (*)(B...)>
   static_assert(Alike<decltype(ours::Driver::name), decltype(&::name)>::value, #name);
 TENSORMOUNT_CUDA_FUNCTIONS(TENSORMOUNT_CHECK)
 #undef TENSORMOUNT_CHECK
+static_assert(Alike<decltype(ours::Driver::cuFuncLoad), decltype(&::cuFuncLoad)>::value);
 
 static_assert(Alike<int, CUresult>::value && !Alike<int, long>::value);
 static_assert(!Alike<int (*)(int), CUresult (*)(int, int)>::value);

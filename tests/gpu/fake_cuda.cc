@@ -47,6 +47,7 @@ struct FunctionRep {
   std::string name;
   unsigned threads = kernels::kBlockThreads;  // Of a block.
   ModuleRep* module = nullptr;
+  bool loaded = false;
 };
 struct PoolRep {
   ContextRep* context = nullptr;
@@ -484,6 +485,11 @@ Error cuModuleGetFunction(cuda::Function* function, cuda::Module module, const c
   }
   return cuda::kSuccess;
 }
+Error cuFuncLoad(cuda::Function function) {
+  if (const Error entered = Enter("cuFuncLoad"); entered != 0) return entered;
+  function->loaded = true;
+  return cuda::kSuccess;
+}
 Error cuModuleGetGlobal(Address* address, std::size_t* bytes, cuda::Module module, const char*) {
   *address = module->tables;
   *bytes = sizeof(kernels::CrcTables);
@@ -496,6 +502,10 @@ Error cuLaunchKernel(cuda::Function function, unsigned grid_x, unsigned grid_y, 
   if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 ||
       block_x != function->threads) {
     return cuda::kInvalidValue;
+  }
+  // A load at a launch may wait for every stream of the context.
+  if (!function->loaded && function->name.starts_with("tensormount_")) {
+    AbortDevice("a launch of a kernel that was not loaded");
   }
   ++State().launches;
   Geometry geometry{grid_x, std::uint64_t{grid_x} * block_x};
@@ -645,8 +655,10 @@ Error cuPointerGetAttribute(void* value, int attribute, Address address) {
   if (attribute == cuda::kPointerDeviceOrdinal) std::memcpy(value, &allocation.ordinal, 4);
   return cuda::kSuccess;
 }
-Error cuStreamCreateWithPriority(cuda::Stream* stream, unsigned, int) {
+Error cuStreamCreateWithPriority(cuda::Stream* stream, unsigned flags, int) {
   if (const Error entered = Enter("cuStreamCreateWithPriority"); entered != 0) return entered;
+  // Work on such a stream would wait for that of PyTorch's default stream, and delay it.
+  if (flags != cuda::kStreamNonBlocking) AbortDevice("a stream that waits for the default stream");
   *stream = NewStream(Mine().stack.back()).release();
   std::lock_guard lock(State().mutex);
   State().streams.insert(*stream);
@@ -768,6 +780,7 @@ Error Find(std::string name, int version, void** function) {
       TENSORMOUNT_CUDA_FUNCTIONS(TENSORMOUNT_FAKE_ENTRY)
 #undef TENSORMOUNT_FAKE_ENTRY
           {"physical uuid", reinterpret_cast<void*>(&PhysicalUuid)},
+      {cuda::kFuncLoad, reinterpret_cast<void*>(&cuFuncLoad)},
   };
   const auto found = functions->find(name);
   if (found == functions->end()) return cuda::kInvalidValue;
@@ -805,7 +818,9 @@ const FakeCuda control = {
     [](int ordinal) {
       const InContext in(ordinal);
       cuda::Stream stream = nullptr;
-      if (cuStreamCreateWithPriority(&stream, 0, 0) != 0) AbortDevice("no stream");
+      if (cuStreamCreateWithPriority(&stream, cuda::kStreamNonBlocking, 0) != 0) {
+        AbortDevice("no stream");
+      }
       return static_cast<void*>(stream);
     },
     [](int ordinal, void* stream, std::function<void()> work) {
