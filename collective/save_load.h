@@ -44,6 +44,7 @@ struct SaveControl {
   std::shared_ptr<const DeviceFences> fences = nullptr;
   // The state is the library's own copy: failures do not set ErrorFields::memory_in_use.
   bool copied = false;
+  bool background = false;  // The caller goes on meanwhile.
 };
 
 // Inputs of a load on this rank that only internal callers set (loads in the background).

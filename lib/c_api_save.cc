@@ -97,10 +97,6 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   }
   if (given.producer != nullptr) out.producer = given.producer;
   out.ephemeral = given.ephemeral != 0;
-  if (given.writers < 0) {
-    return tensormount::Status(tensormount::Code::kInvalidArgument,
-                               "tm_save_options.writers: " + std::to_string(given.writers));
-  }
   out.writers = given.writers;
   if (given.retention != nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(out.retention,

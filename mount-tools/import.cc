@@ -93,25 +93,23 @@ class SourceReader {
     std::uint32_t item = 0;
     std::uint64_t begin = 0;
     std::vector<std::byte> bytes;
+    std::size_t read = 0;  // Bytes before this one were read.
+    bool WasRead() const { return read == bytes.size(); }
     bool Has(std::uint32_t of, std::uint64_t offset) const {
       return item == of && offset >= begin && offset < begin + bytes.size();
     }
-    // Whether a read of this place goes on behind the window.
-    bool Ends(std::uint32_t of, std::uint64_t offset) const {
-      return item == of && offset == begin + bytes.size();
-    }
   };
 
-  // The window with this place, or one that this read may fill anew.
+  // The window with this place, or one that this read may fill anew: never one in which another
+  // writer goes on later, so there are as many as writers.
   std::unique_ptr<Window> Take(std::uint32_t item, std::uint64_t offset) {
     const std::lock_guard lock(mutex_);
-    if (windows_.empty()) return std::make_unique<Window>();
     auto found =
         std::ranges::find_if(windows_, [&](const auto& w) { return w->Has(item, offset); });
     if (found == windows_.end()) {
-      found = std::ranges::find_if(windows_, [&](const auto& w) { return w->Ends(item, offset); });
+      found = std::ranges::find_if(windows_, [](const auto& w) { return w->WasRead(); });
     }
-    if (found == windows_.end()) found = windows_.begin();
+    if (found == windows_.end()) return std::make_unique<Window>();
     std::unique_ptr<Window> window = std::move(*found);
     windows_.erase(found);
     return window;
@@ -126,6 +124,7 @@ class SourceReader {
       std::copy_n(window.bytes.data() + at, n, out.data());
       out = out.subspan(n);
       offset += n;
+      window.read = at + n;
     }
     return {};
   }
@@ -133,6 +132,7 @@ class SourceReader {
   Status Fill(Window& window, std::uint32_t item, std::uint64_t offset) const {
     const auto& [tensor, region] = items_.at(item);
     window.bytes.clear();  // If the read fails, the window stays empty.
+    window.read = 0;
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                  ByteRegion(tensor.meta.dtype(), tensor.meta.shape(), region));
     const auto size = static_cast<std::uint64_t>(bytes.volume());

@@ -349,6 +349,7 @@ class Lane {
     control.cancel = &job.cancel;
     if (task.in_place) control.fences = task.fences;
     control.copied = !task.in_place;
+    control.background = true;
     control.on_staging_made = [&](FileSystem& fs, const Staging& staging) {
       progress.emplace(fs, staging, channel_->rank(), channel_->size(), kProgressInterval,
                        [&job, written = options.progress] {

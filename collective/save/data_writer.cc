@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/parallel.h"
+#include "collective/guarded.h"
 #include "collective/save/part_writer.h"
 
 namespace tensormount {
@@ -72,48 +73,6 @@ std::vector<Unit> UnitsOf(const RankTask& task, const StateDict& state, int writ
   for (const std::uint32_t item : task.objects) pack.bytes += state.objects()[item].bytes.size();
   if (!pack.chunks.empty() || !task.objects.empty()) units.push_back(std::move(pack));
   return units;
-}
-
-// At most `writers` parts with about as many bytes each. The same for the same task and number.
-std::vector<WriterPart> DivideTask(const RankTask& task, const StateDict& state, int writers,
-                                   bool asked) {
-  std::vector<WriterPart> parts(1);
-  std::uint64_t total = 0;
-  for (const RankTask::Chunk& chunk : task.chunks) total += chunk.bytes;
-  if (!asked) {
-    writers = static_cast<int>(
-        std::min<std::uint64_t>(static_cast<std::uint64_t>(writers), total / kLeastBytesOfAWriter));
-  }
-  if (writers <= 1) {
-    parts[0].chunks = task.chunks;
-    parts[0].objects = task.objects;
-    return parts;
-  }
-  std::vector<Unit> units = UnitsOf(task, state, writers, asked);
-  // The largest first, each to the writer with the fewest bytes; rank shards to different ones.
-  std::ranges::stable_sort(units, [](const Unit& a, const Unit& b) {
-    return std::pair(b.is_shard, b.bytes) < std::pair(a.is_shard, a.bytes);
-  });
-  parts.resize(static_cast<std::size_t>(writers));
-  std::vector<std::uint64_t> bytes(parts.size(), 0);
-  int shards = 0;
-  for (Unit& unit : units) {
-    const auto least = static_cast<std::size_t>(std::ranges::min_element(bytes) - bytes.begin());
-    const std::size_t to = unit.is_shard ? static_cast<std::size_t>(shards) : least;
-    WriterPart& part = parts[to];
-    bytes[to] += unit.bytes;
-    if (unit.is_shard) part.shard = shards++;
-    if (unit.is_pack) part.objects = task.objects;
-    part.chunks.insert(part.chunks.end(), std::make_move_iterator(unit.chunks.begin()),
-                       std::make_move_iterator(unit.chunks.end()));
-  }
-  for (WriterPart& part : parts) {
-    std::ranges::stable_sort(part.chunks, [](const RankTask::Chunk& a, const RankTask::Chunk& b) {
-      return std::pair(a.tensor, a.part) < std::pair(b.tensor, b.part);
-    });
-  }
-  std::erase_if(parts, [](const WriterPart& p) { return p.chunks.empty() && p.objects.empty(); });
-  return parts;
 }
 
 // Joins the parts of a rank into its manifest.
@@ -180,24 +139,65 @@ class PartJoiner {
 
 }  // namespace
 
+std::vector<WriterPart> DivideTask(const RankTask& task, const StateDict& state, int writers,
+                                   bool asked) {
+  std::vector<WriterPart> parts(1);
+  std::uint64_t total = 0;
+  for (const RankTask::Chunk& chunk : task.chunks) total += chunk.bytes;
+  if (!asked) {
+    writers = static_cast<int>(
+        std::min<std::uint64_t>(static_cast<std::uint64_t>(writers), total / kLeastBytesOfAWriter));
+  }
+  if (writers <= 1) {
+    parts[0].chunks = task.chunks;
+    parts[0].objects = task.objects;
+    return parts;
+  }
+  std::vector<Unit> units = UnitsOf(task, state, writers, asked);
+  // The largest first, each to the writer with the fewest bytes; rank shards to different ones.
+  std::ranges::stable_sort(units, [](const Unit& a, const Unit& b) {
+    return std::pair(b.is_shard, b.bytes) < std::pair(a.is_shard, a.bytes);
+  });
+  parts.resize(static_cast<std::size_t>(writers));
+  std::vector<std::uint64_t> bytes(parts.size(), 0);
+  int shards = 0;
+  for (Unit& unit : units) {
+    const auto least = static_cast<std::size_t>(std::ranges::min_element(bytes) - bytes.begin());
+    const std::size_t to = unit.is_shard ? static_cast<std::size_t>(shards) : least;
+    WriterPart& part = parts[to];
+    bytes[to] += unit.bytes;
+    if (unit.is_shard) part.shard = shards++;
+    if (unit.is_pack) part.objects = task.objects;
+    part.chunks.insert(part.chunks.end(), std::make_move_iterator(unit.chunks.begin()),
+                       std::make_move_iterator(unit.chunks.end()));
+  }
+  for (WriterPart& part : parts) {
+    std::ranges::stable_sort(part.chunks, [](const RankTask::Chunk& a, const RankTask::Chunk& b) {
+      return std::pair(a.tensor, a.part) < std::pair(b.tensor, b.part);
+    });
+  }
+  std::erase_if(parts, [](const WriterPart& p) { return p.chunks.empty() && p.objects.empty(); });
+  return parts;
+}
+
 Result<WrittenData> WriteData(const WriteInput& input) {
   const std::vector<WriterPart> parts =
       DivideTask(input.task, input.state, input.writers, input.asked);
-  std::vector<WrittenPart> written(parts.size());
   std::atomic<bool> stop{false};
+  std::vector<WrittenPart> written(parts.size());
   std::mutex mutex;
   Status first;  // The failure for which the other writers stop.
   struct Nothing {};
   const Status all = ForEachParallel<Nothing>(
       parts.size(), static_cast<int>(parts.size()), [&](std::size_t i, Nothing&) -> Status {
-        Result<WrittenPart> part = WritePart(input, parts[i], stop);
-        if (part.ok()) {
-          written[i] = std::move(part).value();
+        const Status done = Guarded([&]() -> Status {
+          TENSORMOUNT_ASSIGN_OR_RETURN(written[i], WritePart(input, parts[i], stop));
           return Status();
-        }
+        });
+        if (done.ok()) return done;
         const std::lock_guard lock(mutex);
-        if (!stop.exchange(true)) first = part.status();
-        return part.status();
+        if (!stop.exchange(true)) first = done;
+        return done;
       });
   TENSORMOUNT_RETURN_IF_ERROR(first);
   TENSORMOUNT_RETURN_IF_ERROR(all);

@@ -30,7 +30,7 @@ constexpr std::size_t kBufferBytes = 1024 * 1024;
 // Writeback starts once this many bytes are written, so that the storage works while the rest is
 // hashed and copied.
 constexpr std::uint64_t kWritebackBytes = 8 * 1024 * 1024;
-// Number of files in writeback before the first one is synced.
+// Number of files of a rank in writeback before the first one is synced.
 constexpr std::size_t kFilesBeforeSync = 64;
 
 // Appends to a file: large pieces straight from their memory, small ones through a buffer.
@@ -84,6 +84,8 @@ class PartWriter {
         progress_(input.progress),
         cancel_(input.rules.cancel),
         stop_(stop),
+        files_before_sync_(
+            std::max<std::size_t>(1, kFilesBeforeSync / static_cast<std::size_t>(input.writers))),
         blocks_(input.state, input.rules),
         at_begin_(blocks_.queues()) {}
 
@@ -287,7 +289,7 @@ class PartWriter {
         TENSORMOUNT_RETURN_IF_ERROR(out.Flush());
       }
       Keep(std::move(file), !shared);
-      if (open_.size() >= kFilesBeforeSync) TENSORMOUNT_RETURN_IF_ERROR(SyncOpen());
+      if (open_.size() >= files_before_sync_) TENSORMOUNT_RETURN_IF_ERROR(SyncOpen());
     }
     return Status();
   }
@@ -405,6 +407,7 @@ class PartWriter {
   std::atomic<std::uint64_t>* const progress_;
   const std::atomic<bool>* const cancel_;
   const std::atomic<bool>& stop_;
+  const std::size_t files_before_sync_;
   BlockReader blocks_;
   DeviceHashes at_begin_;
   // Hash jobs of device chunks in the order of writing; an entry is empty if the device had no

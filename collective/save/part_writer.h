@@ -24,6 +24,11 @@ struct WriterPart {
   std::vector<std::uint32_t> objects;
 };
 
+// Divides the task into at most `writers` parts with about as many bytes each; equal for an equal
+// task and number. `asked`: as in WriteInput.
+std::vector<WriterPart> DivideTask(const RankTask& task, const StateDict& state, int writers,
+                                   bool asked);
+
 // What a writer has written. Numbers of files and positions of leaves are valid for this part.
 struct WrittenPart {
   Inventory inventory;                            // Files, extra ranges and objects.
@@ -34,8 +39,8 @@ struct WrittenPart {
   std::vector<SaveReport::File> files;
 };
 
-// Writes and syncs a part. Thread-safe for different parts. Fails with WriterStopped soon after
-// `stop` is set. Other errors as for WriteData.
+// Writes and syncs a part. Thread-safe for different parts. Fails with WriterStopped at the next
+// block after `stop` is set; a wait for a device is not ended. Other errors as for WriteData.
 Result<WrittenPart> WritePart(const WriteInput& input, const WriterPart& part,
                               const std::atomic<bool>& stop);
 // The status of a writer that ended because another one failed.

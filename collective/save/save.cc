@@ -190,6 +190,11 @@ class SaveSession {
         Phase("validate", &report_.validate_seconds, [&](std::uint64_t*) { return Validate(); }));
 
     Status local = fenced;  // A failure that only this rank knows.
+    if (local.ok() && (options_.writers < 0 || options_.writers > kMostWriters)) {
+      local = Status(Code::kInvalidArgument,
+                     "save " + path_ + ": writers is " + std::to_string(options_.writers) +
+                         ", and must be from 0 to " + std::to_string(kMostWriters));
+    }
     Status status;
     (void)Phase("plan", &report_.plan_seconds, [&](std::uint64_t*) {
       status = Plan(&local);
@@ -403,9 +408,17 @@ class SaveSession {
 
   // A training step goes on beside a background save, which therefore takes half of the cores.
   int Writers() const {
-    if (options_.writers > 0) return std::min(options_.writers, kMostWriters);
-    const int cores = static_cast<int>(HostCores()) / std::max(ranks_here_, 1);
-    return std::clamp(control_.copied ? cores / 2 : cores, 1, kMostWritersUnasked);
+    // After a failure this thread makes its own stream wait for work that is still under way; other
+    // threads cannot (DeviceFences::Hold).
+    const bool own_stream = std::ranges::any_of(state_.tensors(), [](const auto& item) {
+      return IsDeviceMemory(item.shard.data) &&
+             item.shard.data.stream.kind == StreamKind::kPerThreadDefault;
+    });
+    if (own_stream) return 1;
+    if (options_.writers > 0) return options_.writers;
+    const int share = static_cast<int>(HostCores()) / std::max(ranks_here_, 1);
+    const int cores = std::min(share, AllowedCores());
+    return std::clamp(control_.background ? cores / 2 : cores, 1, kMostWritersUnasked);
   }
 
   // Writes and syncs this rank's data, then its manifest: the manifest names only bytes that are

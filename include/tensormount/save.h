@@ -98,8 +98,8 @@ struct SaveOptions {
 
   // ---- Of this rank alone ----
   // Threads that read, hash and write this rank's data, each into files of its own; at most 16. 0:
-  // as many as the machine has cores for each of its ranks, at most 8; a background save takes half
-  // of them. A save of less than 32 MiB by a rank has one writer.
+  // as many as the machine has cores for each of its ranks, at most 8 and at most as many as this
+  // thread may run on, with 16 MiB each or more; a background save takes half of them.
   int writers = 0;
   // Called on the saving thread, at the start and end of every phase (event.h).
   EventHook events = {};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tasks as they travel from owners to ranks.
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@
 
 #include "base/hash.h"
 #include "collective/comm/agreement.h"
+#include "collective/save/part_writer.h"
 #include "collective/save/plan_exchange.h"
 #include "collective/save/rank_task.h"
 #include "tests/collective/plan_testing.h"
@@ -190,6 +192,59 @@ TEST(RankTask, FingerprintCoversLayoutAndOptionsNotContents) {
   EXPECT_NE(a, of("a", B({4}, {4}), "1"));
   EXPECT_NE(a, of("a", B({0}, {4}), "1", PlacementRule::kTensorFile));
   EXPECT_NE(a, of("a", B({0}, {4}), "1", PlacementRule::kAuto, SaveStrategy::kMain));
+}
+
+// Tensors of one file each and a rank shard of columns, with these numbers of MiB.
+RankTask TaskOf(const std::vector<std::int64_t>& files, const std::vector<std::int64_t>& columns) {
+  RankTask task;
+  for (const auto* sizes : {&files, &columns}) {
+    for (const std::int64_t size : *sizes) {
+      const auto t = static_cast<std::uint32_t>(task.tensors.size());
+      RankTask::Tensor tensor{
+          TensorMeta::Make("t" + std::to_string(t), DType::kU8, {size * kMebi}).value()};
+      tensor.placement = sizes == &files ? Placement::kTensorFile : Placement::kRankShard;
+      task.tensors.push_back(std::move(tensor));
+      RankTask::Chunk chunk;
+      chunk.tensor = chunk.item = t;
+      chunk.bytes = static_cast<std::uint64_t>(size * kMebi);
+      chunk.region = Box::Whole({size * kMebi});
+      task.chunks.push_back(std::move(chunk));
+    }
+  }
+  return task;
+}
+
+// MiB of each part; each chunk is in one, and the chunks of a part are in the order of the task.
+std::vector<std::int64_t> BytesOfParts(const RankTask& task, int writers, bool asked = false) {
+  std::vector<std::int64_t> found;
+  std::set<std::uint32_t> seen;
+  for (const WriterPart& part : DivideTask(task, StateDict(), writers, asked)) {
+    found.push_back(0);
+    std::uint32_t last = 0;
+    for (const RankTask::Chunk& chunk : part.chunks) {
+      found.back() += static_cast<std::int64_t>(chunk.bytes) / kMebi;
+      EXPECT_TRUE(seen.insert(chunk.tensor).second);
+      EXPECT_LE(last, chunk.tensor);
+      last = chunk.tensor;
+    }
+  }
+  EXPECT_EQ(seen.size(), task.chunks.size());
+  return found;
+}
+
+TEST(DivideTask, WritersHaveAboutAsManyBytes) {
+  EXPECT_THAT(BytesOfParts(TaskOf({20, 90, 40, 50, 60, 30, 10}, {}), 3), ElementsAre(110, 100, 90));
+  EXPECT_THAT(BytesOfParts(TaskOf({500, 10, 20, 30}, {}), 4), ElementsAre(500, 30, 20, 10));
+  // The rank shard is divided, too, into parts of at least 64 MiB.
+  EXPECT_THAT(BytesOfParts(TaskOf({100, 100}, {50, 50, 50, 50}), 4),
+              ElementsAre(100, 100, 100, 100));
+  EXPECT_THAT(BytesOfParts(TaskOf({100}, {30, 30, 30, 30}), 4), ElementsAre(120, 100));
+  EXPECT_THAT(BytesOfParts(TaskOf({100}, {30, 30, 30, 30}), 4, true), ElementsAre(130, 30, 30, 30));
+  // A writer has at least 16 MiB, unless the caller asked for a number.
+  EXPECT_THAT(BytesOfParts(TaskOf({8, 8, 8, 8}, {}), 4), ElementsAre(16, 16));
+  EXPECT_THAT(BytesOfParts(TaskOf({8, 8, 8, 8}, {}), 4, true), ElementsAre(8, 8, 8, 8));
+  EXPECT_THAT(BytesOfParts(TaskOf({31}, {}), 8), ElementsAre(31));
+  EXPECT_THAT(BytesOfParts(TaskOf({}, {}), 8, true), ElementsAre());
 }
 
 TEST(KeptPlans, KeepsLastTwoPlansAndNeverReusesUnvalidated) {
