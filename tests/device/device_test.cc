@@ -192,8 +192,8 @@ class CountedMark : public DeviceMark {
 };
 
 TEST(PinnedRingTest, DeviceIsAskedOnlyForABlockThatIsNeeded) {
+  int questions = 0;  // The ring asks until its end.
   const auto ring = RingOf(std::make_shared<HostDevice>(HostDevice::Options{}), 20);
-  int questions = 0;
   {
     std::vector<PinnedRing::Block> all;
     for (int i = 0; i < 20; ++i) {
