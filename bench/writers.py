@@ -12,12 +12,12 @@ of the floor's. Everything is removed afterwards.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 
 import torch
@@ -37,11 +37,8 @@ def write_plainly(folder, arrays, writers):
         os.fsync(fd)
         os.close(fd)
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(writers) as pool:
+        list(pool.map(write, range(writers)))  # Raises what a thread raised.
 
 
 def timed(call):

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <numeric>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "base/parallel.h"
@@ -24,34 +26,35 @@ constexpr std::uint64_t kLeastBytesOfAShard = std::uint64_t{64} << 20;
 // A file, or a rank shard, that one writer writes.
 struct Unit {
   std::uint64_t bytes = 0;
-  std::vector<RankTask::Chunk> chunks;
+  std::vector<std::uint32_t> chunks;  // Positions in the task, ascending.
   bool is_pack = false;
   bool is_shard = false;
 };
 
 // Runs of neighbouring chunks with about as many bytes each.
-void AddShards(std::vector<RankTask::Chunk> chunks, int writers, std::uint64_t least,
-               std::vector<Unit>& units) {
+void AddShards(const RankTask& task, std::span<const std::uint32_t> chunks, int writers,
+               std::uint64_t least, std::vector<Unit>& units) {
   std::uint64_t total = 0;
-  for (const RankTask::Chunk& chunk : chunks) total += chunk.bytes;
+  for (const std::uint32_t i : chunks) total += task.chunks[i].bytes;
   const std::uint64_t shards =
       std::clamp<std::uint64_t>(total / least, 1, static_cast<std::uint64_t>(writers));
   const std::uint64_t each = (total + shards - 1) / shards;
-  for (RankTask::Chunk& chunk : chunks) {
+  for (const std::uint32_t i : chunks) {
     const bool begins = units.empty() || !units.back().is_shard || units.back().bytes >= each;
     if (begins) units.emplace_back().is_shard = true;
-    units.back().bytes += chunk.bytes;
-    units.back().chunks.push_back(std::move(chunk));
+    units.back().bytes += task.chunks[i].bytes;
+    units.back().chunks.push_back(i);
   }
 }
 
 std::vector<Unit> UnitsOf(const RankTask& task, const StateDict& state, int writers, bool asked) {
   std::vector<Unit> units;
-  std::vector<RankTask::Chunk> of_shards;
+  std::vector<std::uint32_t> of_shards;
   Unit pack;
   pack.is_pack = true;
   std::optional<std::uint32_t> last;  // The tensor of the last unit.
-  for (const RankTask::Chunk& chunk : task.chunks) {
+  for (std::uint32_t i = 0; i < task.chunks.size(); ++i) {
+    const RankTask::Chunk& chunk = task.chunks[i];
     Unit* unit = nullptr;
     switch (task.tensors[chunk.tensor].placement) {
       case Placement::kTensorFile:
@@ -60,16 +63,16 @@ std::vector<Unit> UnitsOf(const RankTask& task, const StateDict& state, int writ
         unit = &units.back();
         break;
       case Placement::kRankShard:
-        of_shards.push_back(chunk);
+        of_shards.push_back(i);
         continue;
       default:
         // The safetensors placement has one file of all tensors, whatever their size.
         unit = &pack;
     }
     unit->bytes += chunk.bytes;
-    unit->chunks.push_back(chunk);
+    unit->chunks.push_back(i);
   }
-  AddShards(std::move(of_shards), writers, asked ? 1 : kLeastBytesOfAShard, units);
+  AddShards(task, of_shards, writers, asked ? 1 : kLeastBytesOfAShard, units);
   for (const std::uint32_t item : task.objects) pack.bytes += state.objects()[item].bytes.size();
   if (!pack.chunks.empty() || !task.objects.empty()) units.push_back(std::move(pack));
   return units;
@@ -98,7 +101,7 @@ class PartJoiner {
       out_.inventory.objects.push_back(std::move(object));
     }
     for (auto& [t, tensor] : part.tensors) {
-      TensorRecord& record = RecordOf(t);
+      TensorRecord& record = RecordOf(tensors_, task_, t);
       record.digest ^= tensor.digest;
       TENSORMOUNT_RETURN_IF_ERROR(
           record.extents.AppendMapped(tensor.extents, files, 0, first_leaf));
@@ -113,7 +116,7 @@ class PartJoiner {
   WrittenData Finish(const Staging& staging) {
     out_.inventory.info.uuid = staging.uuid;
     for (std::uint32_t t = 0; t < task_.tensors.size(); ++t) {
-      if (task_.tensors[t].empty) RecordOf(t);
+      if (task_.tensors[t].empty) RecordOf(tensors_, task_, t);
     }
     for (auto& [ordinal, tensor] : tensors_) {
       tensor.extents.Sort();
@@ -123,15 +126,6 @@ class PartJoiner {
   }
 
  private:
-  TensorRecord& RecordOf(std::uint32_t t) {
-    auto at = tensors_.find(t);
-    if (at == tensors_.end()) {
-      at = tensors_.emplace(t, TensorRecord(task_.tensors[t].meta)).first;
-      at->second.has_digest = true;
-    }
-    return at->second;
-  }
-
   const RankTask& task_;
   WrittenData out_;
   std::map<std::uint32_t, TensorRecord> tensors_;  // By position of the tensor in the task.
@@ -149,7 +143,8 @@ std::vector<WriterPart> DivideTask(const RankTask& task, const StateDict& state,
         std::min<std::uint64_t>(static_cast<std::uint64_t>(writers), total / kLeastBytesOfAWriter));
   }
   if (writers <= 1) {
-    parts[0].chunks = task.chunks;
+    parts[0].chunks.resize(task.chunks.size());
+    std::iota(parts[0].chunks.begin(), parts[0].chunks.end(), 0U);
     parts[0].objects = task.objects;
     return parts;
   }
@@ -161,21 +156,16 @@ std::vector<WriterPart> DivideTask(const RankTask& task, const StateDict& state,
   parts.resize(static_cast<std::size_t>(writers));
   std::vector<std::uint64_t> bytes(parts.size(), 0);
   int shards = 0;
-  for (Unit& unit : units) {
+  for (const Unit& unit : units) {
     const auto least = static_cast<std::size_t>(std::ranges::min_element(bytes) - bytes.begin());
     const std::size_t to = unit.is_shard ? static_cast<std::size_t>(shards) : least;
     WriterPart& part = parts[to];
     bytes[to] += unit.bytes;
     if (unit.is_shard) part.shard = shards++;
     if (unit.is_pack) part.objects = task.objects;
-    part.chunks.insert(part.chunks.end(), std::make_move_iterator(unit.chunks.begin()),
-                       std::make_move_iterator(unit.chunks.end()));
+    part.chunks.insert(part.chunks.end(), unit.chunks.begin(), unit.chunks.end());
   }
-  for (WriterPart& part : parts) {
-    std::ranges::stable_sort(part.chunks, [](const RankTask::Chunk& a, const RankTask::Chunk& b) {
-      return std::pair(a.tensor, a.part) < std::pair(b.tensor, b.part);
-    });
-  }
+  for (WriterPart& part : parts) std::ranges::sort(part.chunks);
   std::erase_if(parts, [](const WriterPart& p) { return p.chunks.empty() && p.objects.empty(); });
   return parts;
 }

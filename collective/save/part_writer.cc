@@ -111,18 +111,10 @@ class PartWriter {
     if (progress_ != nullptr) progress_->fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  TensorRecord& RecordOf(std::uint32_t t) {
-    auto at = out_.tensors.find(t);
-    if (at == out_.tensors.end()) {
-      at = out_.tensors.emplace(t, TensorRecord(task_.tensors[t].meta)).first;
-      at->second.has_digest = true;
-    }
-    return at->second;
-  }
-
   std::vector<RankTask::Chunk> ChunksOf(Placement placement) const {
     std::vector<RankTask::Chunk> chunks;
-    for (const RankTask::Chunk& c : part_.chunks) {
+    for (const std::uint32_t i : part_.chunks) {
+      const RankTask::Chunk& c = task_.chunks[i];
       if (task_.tensors[c.tensor].placement == placement) chunks.push_back(c);
     }
     if (placement != Placement::kTensorFile) SortByAlignment(chunks);
@@ -227,7 +219,7 @@ class PartWriter {
   }
 
   Status WriteChunk(const RankTask::Chunk& chunk, std::uint32_t file, FileAppender& out) {
-    TensorRecord& tensor = RecordOf(chunk.tensor);
+    TensorRecord& tensor = RecordOf(out_.tensors, task_, chunk.tensor);
     TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, blocks_.Next());
     ChunkRecord record;
     record.region = chunk.region;
@@ -420,6 +412,16 @@ class PartWriter {
 };
 
 }  // namespace
+
+TensorRecord& RecordOf(std::map<std::uint32_t, TensorRecord>& tensors, const RankTask& task,
+                       std::uint32_t t) {
+  auto at = tensors.find(t);
+  if (at == tensors.end()) {
+    at = tensors.emplace(t, TensorRecord(task.tensors[t].meta)).first;
+    at->second.has_digest = true;
+  }
+  return at->second;
+}
 
 Status WriterStopped() { return Status(Code::kCancelled, "another writer of this rank failed"); }
 

@@ -16,11 +16,11 @@
 
 namespace tensormount {
 
-// What one writer of a rank writes: files of its own.
+// The part of a rank's task that one writer writes, into files of its own.
 struct WriterPart {
   // Number of the part's rank shard: each has a file. 0 for parts without one.
   int shard = 0;
-  std::vector<RankTask::Chunk> chunks;  // In the order of the task.
+  std::vector<std::uint32_t> chunks;  // Positions in RankTask::chunks, ascending.
   std::vector<std::uint32_t> objects;
 };
 
@@ -29,7 +29,8 @@ struct WriterPart {
 std::vector<WriterPart> DivideTask(const RankTask& task, const StateDict& state, int writers,
                                    bool asked);
 
-// What a writer has written. Numbers of files and positions of leaves are valid for this part.
+// The records of what one writer has written. Their numbers of files and positions of leaves count
+// within this part.
 struct WrittenPart {
   Inventory inventory;                            // Files, extra ranges and objects.
   std::map<std::uint32_t, TensorRecord> tensors;  // By position of the tensor in the task.
@@ -38,6 +39,10 @@ struct WrittenPart {
   std::uint64_t bytes = 0;
   std::vector<SaveReport::File> files;
 };
+
+// The record of tensor number `t` of the task, which is added to `tensors` if it is not there.
+TensorRecord& RecordOf(std::map<std::uint32_t, TensorRecord>& tensors, const RankTask& task,
+                       std::uint32_t t);
 
 // Writes and syncs a part. Thread-safe for different parts. Fails with WriterStopped at the next
 // block after `stop` is set; a wait for a device is not ended. Other errors as for WriteData.

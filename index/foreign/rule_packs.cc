@@ -126,8 +126,8 @@ std::string OtherReasons(const std::string& family, const std::string& type,
   return text;
 }
 
-// What the trainer saved about itself outside of the checkpoint's common values. Checkpoints of
-// tensormount.megatron have it in the object of Megatron's common state (0.19), or in Megatron's
+// Finds values that the trainer saved outside of the checkpoint's common values. Checkpoints of
+// tensormount.megatron have them in the object of Megatron's common state (0.19), or in Megatron's
 // own file in the directory around (0.16).
 void FindTrainerValues(const OpenedCheckpoint& source, NameRules& rules) {
   const auto use = [&](const std::string& name, const std::string& bytes) {

@@ -57,7 +57,7 @@ bool IsKnown(std::string_view text) {
   });
 }
 
-// What the places of a "config" have.
+// Finds the values that a "config" names by their places.
 class ConfigValues {
  public:
   ConfigValues(NamedValues& places, const AxisSizes& numbers, const CheckpointIndex& index)

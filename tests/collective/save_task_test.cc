@@ -221,7 +221,8 @@ std::vector<std::int64_t> BytesOfParts(const RankTask& task, int writers, bool a
   for (const WriterPart& part : DivideTask(task, StateDict(), writers, asked)) {
     found.push_back(0);
     std::uint32_t last = 0;
-    for (const RankTask::Chunk& chunk : part.chunks) {
+    for (const std::uint32_t i : part.chunks) {
+      const RankTask::Chunk& chunk = task.chunks[i];
       found.back() += static_cast<std::int64_t>(chunk.bytes) / kMebi;
       EXPECT_TRUE(seen.insert(chunk.tensor).second);
       EXPECT_LE(last, chunk.tensor);

@@ -47,7 +47,7 @@ def changed(path, value):
     return found
 
 
-# What a schema can tell is wrong.
+# Maps that the schema and the command refuse.
 WRONG = [
     {}, [], 7, "rules", {"version": 1}, {"rules": []}, {"version": 2, "rules": []}, [7], [{}], [{"from": "a"}],
     [{"to": "a"}], [{"from": "a", "to": "b", "too": 1}], [{"from": [], "to": "b"}], [{"from": 1, "to": "b"}],
@@ -75,7 +75,7 @@ WRONG = [
     changed(["rules", 5, "prefix"], ""), changed(["rules", 7, "drop"], ""), changed(["rules", 0, "from"], ""),
     changed(["slots", 0, "from"], "{key}"),
 ]
-# What it cannot tell, and the command does.
+# Maps that only the command refuses.
 TOLD_BY_THE_COMMAND = [
     [{"from": "a : (b", "to": "c : b"}], [{"from": "a.{l} : d", "to": "b.{l} : l d"}], [{"from": "a[.{l} : d", "to": "b : d"}],
     [{"alias": "a : d", "of": "b"}], [{"match": "*.*", "to": "*"}], changed(["counts"], {"i": "n"}),
