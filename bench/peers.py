@@ -5,7 +5,8 @@
     scripts/setup --with mpi,libraries
     cmake --preset release && cmake --build build/release --target tensormount
     .cache/venv-libraries/bin/python3 bench/peers.py --lib build/release/lib [--ranks 4] [--rounds 7] [--dir DIR]
-        [--state gpt,llama,short,small] [--work same,fewer,columns,slice,save] [--only ours,raw,mapped,...] [--cold]
+        [--state gpt,llama,short,small] [--work same,fewer,columns,whole,slice,save] [--only ours,raw,mapped,...] [--cold]
+        [--slow SECONDS:BYTES]
 
 The peers save one state (tensors of bf16, row-sharded over the ranks), and load it into memory that is allocated.
   raw          pread or pwrite and fsync of as many bytes, one after the other, into or out of the same memory
@@ -19,6 +20,9 @@ The peers save one state (tensors of bf16, row-sharded over the ranks), and load
   milliseconds and page faults of all ranks, the most anonymous memory that a rank used in the first load, and for ours the
   bytes read and the bytes wanted. The page cache is warm, unless --cold drops the files from it before each round
   (by posix_fadvise, without root).
+  --slow 0.001:200e6 (with --cold, as root): the files lie on storage that needs that many seconds for each request and
+  delivers that many bytes a second (tests/support/adverse_fs.cc). The lines then have the read requests of a round, and
+  the bytes that they asked for, compared with the bytes of the state.
 """
 
 import argparse
@@ -71,9 +75,11 @@ def runs(name):
 
 
 def cut(shape, axis, rank, ranks):
-    """(begin, extent) of a rank's box; tensors with one axis are cut along that axis."""
-    axis = min(axis, len(shape) - 1)
+    """(begin, extent) of a rank's box; tensors with one axis are cut along that axis. Axis None: the whole tensor."""
     begin, extent = [0] * len(shape), list(shape)
+    if axis is None:
+        return tuple(begin), tuple(extent)
+    axis = min(axis, len(shape) - 1)
     first, end = shape[axis] * rank // ranks, shape[axis] * (rank + 1) // ranks
     begin[axis], extent[axis] = first, end - first
     return tuple(begin), tuple(extent)
@@ -190,7 +196,7 @@ class Raw:
                     break
                 at, offset = at + n, offset + n
             os.close(fd)
-            number += self.world.ranks
+            number += self.world.ranks if self.world.ranks < self.world.saved else 1
 
     def slice(self, key, begin, extent, array):
         view = memoryview(array.reshape(-1).view("u1"))
@@ -599,6 +605,8 @@ class Worker:
         if not args.unguarded:
             self.lib.guard()
         self.shared = Shared(args.page, self.rank, self.ranks)
+        self.requests, self.requested = 0, 0
+        self.met = open(args.met) if args.met else None  # noqa: SIM115
         self.wanted = [name for name in args.only.split(",") if name in PEERS]
         # Files of these peers are loaded, so they must be saved, even if saves are not measured.
         self.savers = list(dict.fromkeys(SAVED_BY.get(name, name) for name in self.wanted))
@@ -620,6 +628,7 @@ class Worker:
         """Seconds of the slowest rank; CPU seconds and minor faults of all ranks."""
         before()
         self.shared.barrier()
+        asked = self.asked_from_storage()
         r0, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         if self.rank < count:
             what()
@@ -627,7 +636,18 @@ class Worker:
         r1 = resource.getrusage(resource.RUSAGE_SELF)
         mine = (seconds, r1.ru_utime + r1.ru_stime - r0.ru_utime - r0.ru_stime, r1.ru_minflt - r0.ru_minflt)
         of_all = self.shared.gather(mine, count)
-        return of_all[:, 0].max(), of_all[:, 1].sum(), of_all[:, 2].sum()
+        requests = [after - b for after, b in zip(self.asked_from_storage(), asked)]
+        return of_all[:, 0].max(), of_all[:, 1].sum(), of_all[:, 2].sum(), *requests
+
+    def asked_from_storage(self):
+        """Read requests and bytes so far, at rank 0 with --slow."""
+        if self.args.met and self.rank == 0:
+            for line in self.met:
+                words = line.split()
+                if len(words) == 5 and words[1] == "read":
+                    self.requests += 1
+                    self.requested += int(words[4]) - int(words[3])
+        return self.requests, self.requested
 
     def rounds(self, work, cases, count, before=lambda name: None, facts=lambda name: {}):
         """Runs the cases (name -> function) in turns. Each round begins with another case."""
@@ -642,15 +662,17 @@ class Worker:
         if self.rank != 0:
             return
         for name in names:
-            low, middle, high = quartiles([s for s, _, _ in taken[name]])
-            ratios = [s / r for (s, _, _), (r, _, _) in zip(taken[name], taken["raw"])] if "raw" in taken else []
+            low, middle, high = quartiles([s for s, *_ in taken[name]])
+            ratios = [s / r for (s, *_), (r, *_) in zip(taken[name], taken["raw"])] if "raw" in taken else []
+            slow = {"slow": self.args.slow, "requests": round(statistics.median(t[3] for t in taken[name])),
+                    "bytes_of_state": round(statistics.median(t[4] for t in taken[name]) / (ELEMENT * sum(map(volume, self.tensors.values()))), 3)}
             print(json.dumps({
                 "work": work, "state": self.state, "ranks": self.ranks, "peer": name, "ms": round(middle * 1e3, 3),
                 "quartiles_ms": [round(low * 1e3, 3), round(high * 1e3, 3)],
                 "of_raw": round(statistics.median(ratios), 3) if ratios else None,
-                "cpu_ms": round(1e3 * statistics.median(c for _, c, _ in taken[name]), 2),
-                "faults": round(statistics.median(f for _, _, f in taken[name])), "rounds": len(taken[name]),
-                "cold": self.args.cold, "guarded": not self.args.unguarded, **facts(name)}), flush=True)
+                "cpu_ms": round(1e3 * statistics.median(t[1] for t in taken[name]), 2),
+                "faults": round(statistics.median(t[2] for t in taken[name])), "rounds": len(taken[name]),
+                "cold": self.args.cold, "guarded": not self.args.unguarded, **(slow if self.args.met else {}), **facts(name)}), flush=True)
 
     def memory(self, what, count):
         """The largest increase in anonymous memory of a rank, in MiB, sampled while `what` runs."""
@@ -702,7 +724,7 @@ class Worker:
         if "save" in work:
             self.rounds("save", {name: (lambda p=peer: p.save(rows)) for name, peer in peers.items() if name not in SAVED_BY},
                         self.ranks)
-        for job, axis, count in (("same", 0, self.ranks), ("fewer", 0, max(1, self.ranks // 2)), ("columns", 1, self.ranks)):
+        for job, axis, count in (("same", 0, self.ranks), ("fewer", 0, max(1, self.ranks // 2)), ("columns", 1, self.ranks), ("whole", None, self.ranks)):
             if job in work:
                 self.loads(job, peers, axis, count, folder)
         if "slice" in work:
@@ -719,6 +741,8 @@ class Worker:
             world = self.world(folder, count)
             # A mesh of some of the ranks would need its own process group of torch.
             peers = {name: PEERS[name](world, self.tensors) for name in self.wanted if name != "dcp"}
+        if axis is None:
+            peers = {name: peer for name, peer in peers.items() if name != "dcp"}
         anonymous = {}
         for name, peer in peers.items():
             if self.rank < count and hasattr(peer, "prepare"):
@@ -769,7 +793,9 @@ def main():
     parser.add_argument("--only", default=",".join(PEERS))
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--unguarded", action="store_true")
+    parser.add_argument("--slow", default="", metavar="SECONDS:BYTES")
     parser.add_argument("--page", help=argparse.SUPPRESS)
+    parser.add_argument("--met", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.page:
         Worker(args).run()
@@ -778,14 +804,24 @@ def main():
         import tensorstore  # noqa: F401
     except ImportError:
         args.only = ",".join(name for name in args.only.split(",") if name != "tensorstore")
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="peers-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.dir, prefix="peers-"))
         page = pathlib.Path(folder) / "page"
         page.write_bytes(bytes(1 << 16))
+        files = folder
+        if args.slow:
+            sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests/support"))
+            import adverse
+
+            storage = adverse.AdverseFs(pathlib.Path(args.lib).parent / "bin/tests/adverse_fs", folder, "--cache")
+            stack.callback(storage.close)
+            storage.rules(f"slow:{args.slow} read *")
+            files, args.met = str(storage.at), str(storage.log)
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         subprocess.run(["mpirun", *root, "--oversubscribe", "-n", str(args.ranks), sys.executable, "-B", "-W", "ignore", __file__,
-                        "--lib", args.lib, "--rounds", str(args.rounds), "--dir", folder, "--state", args.state, "--work", args.work,
-                        "--only", args.only, "--page", str(page), *(["--cold"] if args.cold else []),
-                        *(["--unguarded"] if args.unguarded else [])], check=True,
+                        "--lib", args.lib, "--rounds", str(args.rounds), "--dir", files, "--state", args.state, "--work", args.work,
+                        "--only", args.only, "--page", str(page), "--slow", args.slow, "--met", args.met,
+                        *(["--cold"] if args.cold else []), *(["--unguarded"] if args.unguarded else [])], check=True,
                        env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

@@ -20,6 +20,8 @@ inline constexpr std::string_view kStagingFolder = ".staging";
 inline constexpr std::string_view kTrashFolder = ".trash";
 inline constexpr std::string_view kDerivedFolder = ".derived";
 inline constexpr std::string_view kGenerationsFolder = ".generations";
+// File in .generations/ (docs/format.md, "Known generations").
+inline constexpr std::string_view kKnownFile = "known";
 inline constexpr std::string_view kPinsFolder = ".pins";
 inline constexpr std::string_view kEphemeralFolder = ".ephemeral";
 inline constexpr std::string_view kCommitFile = kCommitName;

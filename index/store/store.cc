@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -15,8 +16,10 @@
 #include <nlohmann/json.hpp>
 
 #include "base/file_system_for.h"
+#include "base/machine.h"
 #include "base/parallel.h"
 #include "index/records/store_paths.h"
+#include "index/store/known_generations.h"
 #include "index/store/pins.h"
 #include "index/store/store_moves.h"
 
@@ -33,13 +36,33 @@ using store_paths::kTrashFolder;
 // the file.
 constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
 constexpr std::string_view kFormatName = "tensormount-store";
-// Number of checkpoints for which another thread pays off.
-constexpr std::size_t kLooksAThread = 64;
+// Number of checkpoints in a page cache for which another thread pays off.
+constexpr std::size_t kLooksAThread = 256;
+// Number of checkpoints whose time tells how many threads look at the others.
+constexpr std::size_t kLooksAlone = 8;
+// Number of COMMITs that a save read itself, from which on it writes them to the file of known
+// generations.
+constexpr std::size_t kWorthWriting = 32;
+// Age of a directory's change time from which on another change gets another time.
+constexpr std::int64_t kSettledSeconds = 2;
 
 struct Superblock {
   Uuid uuid;
   std::uint64_t unknown_read_compatible = 0;
 };
+
+// Number of threads to look at `count` checkpoints, each of which takes `each`. Over a network a
+// look waits for one to three round trips, so up to 16 are made at once, whatever the number of
+// cores.
+int LookThreads(std::size_t count, std::chrono::steady_clock::duration each) {
+  const bool waits = each > std::chrono::microseconds(100);
+  const std::size_t most = waits ? 16 : std::min<std::size_t>(16, AllowedCores());
+  return static_cast<int>(std::clamp<std::size_t>(count / (waits ? 4 : kLooksAThread), 1, most));
+}
+
+// Whether the COMMIT of a usable checkpoint was read, not only known from the file of known
+// generations.
+bool WasRead(const CheckpointListing& listing) { return listing.commit_bytes != 0; }
 
 std::string EncodeSuperblock(const Uuid& uuid) {
   nlohmann::ordered_json json;
@@ -316,16 +339,18 @@ Result<std::vector<std::string>> Store::Names() const {
   return names;
 }
 
-Result<std::vector<CheckpointListing>> Store::List() const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, Names());
-  std::vector<CheckpointListing> out(names.size());
-  // Every save reads all COMMITs. Over a network each takes one to three round trips, so up to 16
-  // are read at once, whatever the number of cores.
+Status Store::LookAt(const std::vector<std::string>& names, const Look& look,
+                     std::vector<CheckpointListing>& out) const {
+  using Clock = std::chrono::steady_clock;
+  out.assign(names.size(), {});
+  const std::size_t alone = std::min(names.size(), kLooksAlone);
+  const Clock::time_point begin = Clock::now();
+  for (std::size_t i = 0; i < alone; ++i) out[i] = look(i);
+  const Clock::duration each = (Clock::now() - begin) / std::max<std::size_t>(alone, 1);
   struct Nothing {};
   TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Nothing>(
-      names.size(), static_cast<int>(std::clamp<std::size_t>(names.size() / kLooksAThread, 1, 16)),
-      [&](std::size_t i, Nothing&) {
-        out[i] = FindListing(names[i]);
+      names.size() - alone, LookThreads(names.size() - alone, each), [&](std::size_t i, Nothing&) {
+        out[alone + i] = look(alone + i);
         return Status();
       }));
   // Entries that exceeded the limit of open files during the parallel reads are read again, one by
@@ -333,6 +358,14 @@ Result<std::vector<CheckpointListing>> Store::List() const {
   for (std::size_t i = 0; i < out.size(); ++i) {
     if (out[i].problem.code() == Code::kResourceExhausted) out[i] = FindListing(names[i]);
   }
+  return Status();
+}
+
+Result<std::vector<CheckpointListing>> Store::List() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, Names());
+  std::vector<CheckpointListing> out;
+  TENSORMOUNT_RETURN_IF_ERROR(LookAt(
+      names, [&](std::size_t i) { return FindListing(names[i]); }, out));
   // Entries that were removed meanwhile are dropped.
   std::erase_if(out, [](const auto& c) { return c.problem.code() == Code::kNotFound; });
   return out;
@@ -391,6 +424,61 @@ CheckpointListing Store::FindListing(const std::string& name, CommitRecord* reco
   listing.commit_bytes = bytes.value().size();
   if (record != nullptr) *record = std::move(commit.value().record);
   return listing;
+}
+
+Result<std::vector<CheckpointListing>> Store::ListForSave() const {
+  if (!fs_->Can(Ability::kStamps)) return List();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, Names());
+  if (names.size() < kFewestKnownGenerations) return List();
+  const std::vector<KnownGeneration> before = ReadKnownGenerations(*fs_, path_);
+  const std::int64_t now = fs_->NowSeconds();
+  std::vector<FileInfo> directories(names.size());
+  std::vector<CheckpointListing> out;
+  const auto look = [&](std::size_t i) {
+    // The directory is looked at before COMMIT is read, so that a later change of COMMIT is a
+    // change of what was seen.
+    const Result<FileInfo> directory = fs_->LinkStat(CheckpointPath(names[i]));
+    if (directory.ok()) {
+      directories[i] = directory.value();
+      const auto known = std::ranges::lower_bound(before, names[i], {}, &KnownGeneration::name);
+      if (known != before.end() && known->IsOf(names[i], directory.value())) {
+        CheckpointListing listing;
+        listing.name = known->name;
+        listing.uuid = known->uuid;
+        listing.generation = known->generation;
+        listing.derived = known->derived;
+        return listing;
+      }
+    }
+    return FindListing(names[i]);
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(LookAt(names, look, out));
+  // The two that the save uses: the latest, and the one with the highest generation.
+  const auto agrees = [&](const CheckpointListing& used) {
+    if (WasRead(used)) return true;
+    const CheckpointListing now_read = FindListing(used.name);
+    return now_read.problem.ok() && now_read.uuid == used.uuid &&
+           now_read.generation == used.generation && now_read.derived == used.derived;
+  };
+  const CheckpointListing* const latest = Highest(out);
+  const CheckpointListing& last = *std::ranges::max_element(
+      out, {}, [](const auto& one) { return one.problem.ok() ? one.generation : 0; });
+  if (latest != nullptr && (!agrees(*latest) || (&last != latest && !agrees(last)))) return List();
+  std::vector<KnownGeneration> after;
+  std::size_t more = 0;
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const FileInfo& directory = directories[i];
+    // A directory that changed just now may change again without a new time.
+    if (!out[i].problem.ok() || directory.inode == 0 ||
+        directory.ctime_seconds > now - kSettledSeconds) {
+      continue;
+    }
+    more += WasRead(out[i]) ? 1 : 0;
+    after.push_back({names[i], directory.inode, directory.ctime_seconds,
+                     directory.ctime_nanoseconds, out[i].uuid, out[i].generation, out[i].derived});
+  }
+  if (more >= kWorthWriting) WriteKnownGenerations(*fs_, path_, after);
+  return out;
 }
 
 const CheckpointListing* Store::Highest(const std::vector<CheckpointListing>& all) {
@@ -514,7 +602,7 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
   // used. The save still gets a higher generation, because ClaimGeneration also looks at the claims
   // in .generations/. Such a checkpoint cannot be the parent; this affects only mtimes and the
   // default base.
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, ListForSave());
   for (const CheckpointListing& c : all) {
     if (c.problem.ok()) highest = std::max(highest, c.generation);
   }
@@ -526,16 +614,17 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
     staging.base = staging.parent;
     staging.base_name = staging.parent_name;
   } else if (base == BaseChoice::kNamed) {
-    const auto found = std::find_if(
-        all.begin(), all.end(), [&](const CheckpointListing& c) { return c.name == base_name; });
-    if (found == all.end()) {
+    const Result<FileInfo> there = fs_->LinkStat(CheckpointPath(base_name));
+    const CheckpointListing found = FindListing(base_name);
+    if (!CheckCheckpointName(base_name).ok() || found.problem.code() == Code::kNotFound ||
+        (there.ok() && there.value().kind != FileKind::kDirectory)) {
       return Status(Code::kNotFound, CheckpointPath(base_name) + ": no such checkpoint");
     }
-    if (found->state == CheckpointListing::State::kNoCheckpoint) {
-      return Status(Code::kNotFound, found->problem.message());
+    if (found.state == CheckpointListing::State::kNoCheckpoint) {
+      return Status(Code::kNotFound, found.problem.message());
     }
-    staging.base_problem = found->problem;
-    if (found->problem.ok()) staging.base = found->uuid;
+    staging.base_problem = found.problem;
+    if (found.problem.ok()) staging.base = found.uuid;
     staging.base_name = base_name;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(staging.generation, ClaimGeneration(highest));

@@ -10,14 +10,14 @@ import time
 class AdverseFs:
     """`at` shows `backing`, by the rules that are given last."""
 
-    def __init__(self, program, folder, silly=False):
+    def __init__(self, program, folder, *options):
         folder = pathlib.Path(folder)
         self.backing, self.at = folder / "backing", folder / "adverse"
         self.backing.mkdir(parents=True, exist_ok=True)
         self.at.mkdir(exist_ok=True)
-        self._rules, self._log = folder / "rules", folder / "met"
-        with open(self._log, "wb") as log:
-            self.process = subprocess.Popen([str(program), str(self.backing), str(self.at), str(self._rules), *(["--silly"] if silly else [])],
+        self._rules, self.log = folder / "rules", folder / "met"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen([str(program), str(self.backing), str(self.at), str(self._rules), *options],
                                             stdin=subprocess.DEVNULL, stdout=log)
         end = time.monotonic() + 15
         while not os.path.ismount(self.at):
@@ -33,7 +33,7 @@ class AdverseFs:
 
     def met(self):
         """Lines of the calls that met a rule."""
-        return self._log.read_text().splitlines()
+        return self.log.read_text().splitlines()
 
     def close(self):
         """Whatever hangs in it: those who wait hear ECONNABORTED or ENOTCONN."""

@@ -3,16 +3,20 @@
 // at MOUNTPOINT, with rules that may change at any time. Reads and mappings go through the page
 // cache; names and attributes are never kept, so that every call meets the rules.
 //
-// usage: adverse_fs BACKING MOUNTPOINT RULES [--silly]    stays until MOUNTPOINT is unmounted
+// usage: adverse_fs BACKING MOUNTPOINT RULES [--silly | --cache]
+//        stays until MOUNTPOINT is unmounted
 //        --silly: what it is asked to unlink while open is renamed to .nfsXXXX until its last
 //        close, as NFS does (sillyrename); it cannot be unlinked, nor its folder removed, before
+//        --cache: what was read of a file stays in the page cache when it is opened again
 //
 // RULES is a file with a rule a line, which is to be replaced as a whole (rename); it is looked at
 // before each call, and may not be there:
 //
 //   ACTION OPERATION GLOB [FROM TO]
 //
-//   ACTION     an errno's name (EIO, ESTALE, ENOLCK, ...); wait:SECONDS; hang, until the rule is
+//   ACTION     an errno's name (EIO, ESTALE, ENOLCK, ...); wait:SECONDS; slow:SECONDS:RATE, storage
+//              that needs SECONDS for each call, many at a time, and delivers RATE bytes a second;
+//              hang, until the rule is
 //              gone or the caller is killed (no other signal ends it, as on a hard NFS mount); lie:
 //              done, it says, and does nothing (write, fsync)
 //   OPERATION  lookup getattr setattr open read write flush fsync readdir create mkdir unlink rmdir
@@ -21,7 +25,8 @@
 //   GLOB       of the path below MOUNTPOINT, where * goes over /; of a rename both are looked at
 //   FROM TO    only reads and writes that touch these bytes
 //
-// A line of standard output for each call that met a rule: "ACTION OPERATION PATH".
+// A line of standard output for each call that met a rule: "ACTION OPERATION PATH", and of a slow
+// one also the bytes: "... FROM TO".
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -136,15 +141,42 @@ bool IsKilled(fuse_req_t request) {
 
 void Pause() { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
 
+// Sleeps as long as storage that is shared by all calls needs for `bytes`.
+void BeSlow(double seconds, double rate, std::uint64_t bytes) {
+  using Clock = std::chrono::steady_clock;
+  const auto span = [](double s) {
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
+  };
+  static std::mutex mutex;
+  static Clock::time_point free_at;  // When all calls before this one are served.
+  Clock::time_point end;
+  {
+    std::lock_guard lock(mutex);
+    free_at = std::max(free_at, Clock::now()) + span(static_cast<double>(bytes) / rate);
+    end = free_at;
+  }
+  std::this_thread::sleep_until(std::max(end, Clock::now() + span(seconds)));
+}
+
 constexpr int kLie = -1;
 
 // What the rules say to a call: 0, an errno, or kLie. Takes as long as they say.
 int Meet(const Call& call) {
   for (const Rule& rule : Rules()) {
     if (!Meets(rule, call)) continue;
-    std::printf("%s %.*s %s\n", rule.action.c_str(), static_cast<int>(call.operation.size()),
-                call.operation.data(), call.path.c_str());
+    const bool slow = rule.action.rfind("slow:", 0) == 0;
+    const std::string bytes =
+        slow ? " " + std::to_string(call.from) + " " + std::to_string(call.to) : "";
+    std::printf("%s %.*s %s%s\n", rule.action.c_str(), static_cast<int>(call.operation.size()),
+                call.operation.data(), call.path.c_str(), bytes.c_str());
     std::fflush(stdout);
+    if (slow) {
+      char* rate = nullptr;
+      const double seconds = std::strtod(rule.action.c_str() + 5, &rate);
+      BeSlow(seconds, *rate == ':' ? std::atof(rate + 1) : 1e12,
+             call.operation == "read" || call.operation == "write" ? call.to - call.from : 0);
+      continue;
+    }
     if (rule.action == "lie") return kLie;
     const bool hang = rule.action == "hang";
     if (hang || rule.action.rfind("wait:", 0) == 0) {
@@ -179,6 +211,7 @@ struct Node {
 using Key = std::pair<dev_t, ino_t>;
 
 bool silly_renames = false;
+bool keeps_cache = false;
 std::atomic<unsigned> silly_names{0};
 std::string backing;
 std::mutex nodes_mutex;
@@ -418,6 +451,7 @@ void Open(fuse_req_t request, fuse_ino_t ino, fuse_file_info* file) {
     if (fd < 0) return errno;
     file->fh = static_cast<std::uint64_t>(fd);
     Opened(ino);
+    file->keep_cache = keeps_cache ? 1 : 0;
     fuse_reply_open(request, file);
     return kAnswered;
   });
@@ -591,8 +625,9 @@ fuse_lowlevel_ops Operations() {
 
 int main(int argc, char** argv) {
   silly_renames = argc == 5 && std::strcmp(argv[4], "--silly") == 0;
-  if (argc != 4 && !silly_renames) {
-    std::fprintf(stderr, "usage: adverse_fs BACKING MOUNTPOINT RULES [--silly]\n");
+  keeps_cache = argc == 5 && std::strcmp(argv[4], "--cache") == 0;
+  if (argc != 4 && !silly_renames && !keeps_cache) {
+    std::fprintf(stderr, "usage: adverse_fs BACKING MOUNTPOINT RULES [--silly | --cache]\n");
     return 2;
   }
   Chars resolved;

@@ -16,13 +16,13 @@ PAGE = 4096
 
 
 class HostsTest(harness.ToolTest):
-    silly = False
+    options = ()
 
     def setUp(self):
         harness.need_fuse()
         harness.need("fuse", (harness.BIN / "tests/adverse_fs").exists(), "adverse_fs is not built: no libfuse")
         super().setUp()
-        self.host = AdverseFs(harness.BIN / "tests/adverse_fs", self.dir / "host", self.silly)
+        self.host = AdverseFs(harness.BIN / "tests/adverse_fs", self.dir / "host", *self.options)
         self.store = self.host.at / "STORE"
 
     def clean(self):
@@ -186,7 +186,7 @@ class WithoutFlagsTest(HostsTest):
 
 
 class SillyRenameTest(HostsTest):
-    silly = True
+    options = ("--silly",)
 
     def test_gc_frees_unread_checkpoints(self):
         self.save("one")

@@ -51,7 +51,7 @@ def run(context, index, planted=None):
     # EIO is the one that may be called damage.
     how = "EIO" if any(rule.startswith("EIO ") for rule in faulty) else "others"
     folder = context.work / "host"
-    host = AdverseFs(program, folder, silly)
+    host = AdverseFs(program, folder, *(["--silly"] if silly else []))
     try:
         store = stores.copy(context.kept["templates"].get(name, context.kept["template"]), host.backing / "S")
         shown = host.at / "S"

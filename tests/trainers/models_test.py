@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import unittest
+import unittest.mock
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "python"))
 
@@ -31,6 +32,9 @@ MEGATRON = {
     "llama": {}, "qwen3": {"qk_layernorm": True}, "qwen3_moe": {"qk_layernorm": True, "experts": 4},
     # Square matrices, for which a wrong orientation has no other shape.
     "square": {"ffn_hidden_size": 32, "num_query_groups": 4},
+    # Gate and up of an expert have as many rows as the model is wide.
+    "gpt_oss": {"experts": 4, "moe_ffn_hidden_size": 16, "add_bias_linear": True, "softmax_type": "learnable",
+                "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
 }
 
 
@@ -38,6 +42,10 @@ def megatron_model(kind):
     import megatron_cpu
 
     options = dict(MEGATRON[kind])
+    if kind == "gpt_oss":
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        options["activation_func"] = quick_gelu
     return megatron_cpu.gpt(options.pop("experts", 0), **options)
 
 
@@ -94,6 +102,9 @@ def megatron_config(kind):
                  rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False, max_position_embeddings=64)
     if kind in ("llama", "square"):
         return transformers.LlamaConfig(**given)
+    if kind == "gpt_oss":
+        return transformers.GptOssConfig(**{**given, "intermediate_size": 16}, num_local_experts=4, num_experts_per_tok=2,
+                                         rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     if kind == "qwen3":
         return transformers.Qwen3Config(**given)
     return transformers.Qwen3MoeConfig(**given, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
@@ -120,6 +131,62 @@ def train_torchtitan():
     if dist.get_rank() == 0:
         torch.save(hidden.float() @ state["lm_head.weight"].T, "logits-titan.pt")
         torch.save(Llama3StateDictAdapter(config.model_spec.model, None).to_hf(state), "converted-titan.pt")
+
+
+def gpt_oss_inner_attention(q, k, v, *, attention_masks, scale, enable_gqa, out_transform):
+    """What torchtitan's FlexAttention computes, which needs a GPU: causal, in heads of [batch, position, head, size]."""
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -torch.inf)
+    out = (scores.softmax(-1) @ v).transpose(1, 2)
+    return out_transform(out, scores.logsumexp(-1).transpose(1, 2))
+
+
+def gpt_oss_grouped_mm(A, B_t, offs):
+    """A GPU's grouped matrix product, of floats."""
+    starts = [0, *offs.tolist()]
+    return torch.cat([A[a:b] @ B_t[e] for e, (a, b) in enumerate(zip(starts, starts[1:]))])
+
+
+def save_gpt_oss():
+    import torchtitan_cpu  # noqa: F401
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.models import gpt_oss
+    from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
+
+    torch.manual_seed(4)
+    size, vocabulary = 64, 128
+    rope = CosSinRoPE.Config(dim=64, max_seq_len=256, theta=150000.0, scaling="yarn", rope_factor=32, beta_fast=32.0,
+                             beta_slow=1.0, truncate=False, original_seq_len=4096)
+    # Matrices of the experts are square: gate and up have as many rows as the model is wide.
+    layers = gpt_oss._build_gptoss_layers(dim=size, n_layers=2, hidden_dim=size // 2, num_experts=4, top_k=2,
+                                          load_balance_coeff=1e-3, attn_backend="flex", moe_comm_backend="standard", rope=rope)
+    model = gpt_oss.GptOssModel.Config(
+        vocab_size=vocabulary, dim=size, tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=size),
+        norm=RMSNorm.Config(normalized_shape=size), lm_head=Linear.Config(in_features=size, out_features=vocabulary),
+        layers=layers).build()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    for layer in model.layers.values():
+        layer.attention.inner_attention.forward = gpt_oss_inner_attention
+        layer.moe.routed_experts.inner_experts._grouped_mm = gpt_oss_grouped_mm
+    if dist.get_rank() == 0:
+        with torch.no_grad(), unittest.mock.patch.object(torch.Tensor, "bfloat16", lambda self: self):
+            torch.save(model.eval()(torch.tensor(TOKENS), attention_masks=None), "logits-gpt_oss.pt")
+    for layer in model.layers.values():
+        fully_shard(layer)
+    fully_shard(model)
+    tm.save(model.state_dict(), "oss/step-1", group=tm.Group.from_env())
+
+
+def gpt_oss_config():
+    yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096}
+    return transformers.GptOssConfig(
+        architectures=["GptOssForCausalLM"], hidden_size=64, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=64, vocab_size=128, num_local_experts=4,
+        num_experts_per_tok=2, rope_parameters=yarn, sliding_window=128, max_position_embeddings=131072,
+        tie_word_embeddings=False)
 
 
 def train_megatron(path, dtype, own):
@@ -239,6 +306,15 @@ class Models(support.Folder):
         self.check_weights("titan", "titan/checkpoint/step-2", torchtitan_cpu.hugging_face_config())
         self.check("titan", "titan/checkpoint/step-2", torchtitan_cpu.hugging_face_config(), 1e-5)
 
+    def test_gpt_oss_of_torchtitan(self):
+        torchrun(HERE, 2, ("save_gpt_oss",))
+        self.check("gpt_oss", "oss/step-1", gpt_oss_config(), 1e-5)
+
+    def test_gpt_oss_of_megatron(self):
+        torchrun(HERE, 4, ("save_megatron", "gpt_oss", 1, 2, 2))
+        torchrun(HERE, 1, ("megatron_logits", "gpt_oss"))
+        self.check("gpt_oss", "megatron/gpt_oss/tm-state", megatron_config("gpt_oss"), 1e-6)
+
     def test_a_run_of_megatron_goes_on_in_torchtitan(self):
         import torchtitan_cpu
 
@@ -303,10 +379,11 @@ class Models(support.Folder):
         self.check("olmo2", "olmo/step1/model_and_optim", olmo_config(), 1e-5)
 
     def test_megatron(self):
+        kinds = [kind for kind in MEGATRON if kind != "gpt_oss"]
         torchrun(HERE, 4, ("save_megatron", "llama", 2, 2, 1), ("save_megatron", "qwen3", 1, 4, 1),
                  ("save_megatron", "square", 4, 1, 1), ("save_megatron", "qwen3_moe", 1, 2, 2))
-        torchrun(HERE, 1, *(("megatron_logits", kind) for kind in MEGATRON))
-        for kind in MEGATRON:
+        torchrun(HERE, 1, *(("megatron_logits", kind) for kind in kinds))
+        for kind in kinds:
             with self.subTest(kind=kind):
                 self.check(kind, f"megatron/{kind}/tm-state", megatron_config(kind), 1e-6)
                 # The configuration is made of the arguments that Megatron saved.
