@@ -339,8 +339,8 @@ Result<std::vector<std::string>> Store::Names() const {
   return names;
 }
 
-Status Store::LookAt(const std::vector<std::string>& names, const Look& look,
-                     std::vector<CheckpointListing>& out) const {
+Status Store::ReadListings(const std::vector<std::string>& names, const Look& look,
+                           std::vector<CheckpointListing>& out) const {
   using Clock = std::chrono::steady_clock;
   out.assign(names.size(), {});
   const std::size_t alone = std::min(names.size(), kLooksAlone);
@@ -364,7 +364,7 @@ Status Store::LookAt(const std::vector<std::string>& names, const Look& look,
 Result<std::vector<CheckpointListing>> Store::List() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, Names());
   std::vector<CheckpointListing> out;
-  TENSORMOUNT_RETURN_IF_ERROR(LookAt(
+  TENSORMOUNT_RETURN_IF_ERROR(ReadListings(
       names, [&](std::size_t i) { return FindListing(names[i]); }, out));
   // Entries that were removed meanwhile are dropped.
   std::erase_if(out, [](const auto& c) { return c.problem.code() == Code::kNotFound; });
@@ -452,7 +452,7 @@ Result<std::vector<CheckpointListing>> Store::ListForSave() const {
     }
     return FindListing(names[i]);
   };
-  TENSORMOUNT_RETURN_IF_ERROR(LookAt(names, look, out));
+  TENSORMOUNT_RETURN_IF_ERROR(ReadListings(names, look, out));
   // The two that the save uses: the latest, and the one with the highest generation.
   const auto agrees = [&](const CheckpointListing& used) {
     if (WasRead(used)) return true;

@@ -322,11 +322,12 @@ class Store {
   // The readable checkpoint of `all` with the highest generation, or the highest derived one if all
   // readable ones are derived; null if no checkpoint is readable.
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);
-  using Look = std::function<CheckpointListing(std::size_t index)>;
-  // Sets `out` to the results of `look` for all names, which runs on several threads. Where it ran
-  // out of descriptors, COMMIT is read again.
-  Status LookAt(const std::vector<std::string>& names, const Look& look,
-                std::vector<CheckpointListing>& out) const;
+  // Returns the listing of the checkpoint with this position in a list of names.
+  using Look = std::function<CheckpointListing(std::size_t position)>;
+  // Stores the listings of all names, which it gets from `look` on several threads, in `out`. If
+  // descriptors run out, it reads those COMMITs again, one by one.
+  Status ReadListings(const std::vector<std::string>& names, const Look& look,
+                      std::vector<CheckpointListing>& out) const;
   // The checkpoints that a new save must know of: all usable ones, with name, uuid, generation and
   // `derived` only, and some that are not usable. Reads the file of known_generations.h instead of
   // each COMMIT, and keeps it up to date; the COMMIT of the latest checkpoint is always read.
