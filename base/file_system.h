@@ -131,6 +131,20 @@ class File {
     (void)offset;
     (void)size;
   }
+  // Whether the page of this byte is in the page cache; nullopt if that is not known, as for the
+  // host's files that belong to another user. Reads nothing.
+  virtual std::optional<bool> IsCached(std::uint64_t offset) {
+    (void)offset;
+    return std::nullopt;
+  }
+  // Brings this range into the page cache, waits for it, and reads nothing else of the file than
+  // its units (base/fetch_pages.h); `offset` is at the begin of a unit. False if that is not
+  // possible: ReadAt then does the same at a higher cost.
+  virtual bool Fetch(std::uint64_t offset, std::uint64_t size) {
+    (void)offset;
+    (void)size;
+    return false;
+  }
   // fsync. After a failure never sync the file again: Linux marks pages that it could not write as
   // clean, so a second fsync succeeds without having written them.
   virtual Status Sync() = 0;

@@ -24,6 +24,7 @@
 #include <unistd.h>
 
 #include "base/checked.h"
+#include "base/fetch_pages.h"
 #include "base/file_system.h"
 #include "base/host_directory.h"
 #include "base/host_pins.h"
@@ -180,6 +181,13 @@ class HostFile final : public File {
     (void)posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(size),
                         POSIX_FADV_WILLNEED);
   }
+  std::optional<bool> IsCached(std::uint64_t offset) override {
+    if (!RangeWithin(offset, 1, kMaxOffset) || !IsOwn()) return std::nullopt;
+    return IsPageCached(fd_, offset);
+  }
+  bool Fetch(std::uint64_t offset, std::uint64_t size) override {
+    return RangeWithin(offset, size, kMaxOffset) && FetchPages(fd_, offset, size);
+  }
   Status Sync() override {
     return Call("fsync", [&] { return fsync(fd_); });
   }
@@ -215,6 +223,17 @@ class HostFile final : public File {
  private:
   static off_t ToOffset(std::uint64_t v) { return static_cast<off_t>(v); }
 
+  // For other users every page looks cached.
+  bool IsOwn() {
+    Ownership known = ownership_.load(std::memory_order_relaxed);
+    if (known == Ownership::kUnknown) {
+      struct stat st;
+      known = fstat(fd_, &st) == 0 && st.st_uid == geteuid() ? Ownership::kOwn : Ownership::kOther;
+      ownership_.store(known, std::memory_order_relaxed);
+    }
+    return known == Ownership::kOwn;
+  }
+
   // Names the position of the failure. The kernel first returns the bytes before an unreadable
   // page, so `byte` is the begin of that page.
   static std::string ReadingFrom(std::uint64_t byte) {
@@ -241,6 +260,8 @@ class HostFile final : public File {
   std::mutex close_mutex_;
   int fd_;
   std::atomic<bool> knows_cached_{true};
+  enum class Ownership { kUnknown, kOwn, kOther };
+  std::atomic<Ownership> ownership_{Ownership::kUnknown};
   const std::string path_;
 };
 

@@ -6,12 +6,14 @@
 #include "collective/load/direct_read.h"
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/parallel.h"
+#include "index/read/prefetch.h"
 #include "shard/copy_plan.h"
 
 namespace tensormount {
@@ -20,6 +22,8 @@ namespace {
 // Small targets are combined up to this size, about one millisecond of work for a thread.
 constexpr std::uint64_t kTogetherBytes = std::uint64_t{4} << 20;
 constexpr int kMostReadThreads = 12;
+// Largest part of a target that is brought from storage and then read.
+constexpr std::uint64_t kColdBytes = std::uint64_t{16} << 20;
 
 struct Share {
   LoadTarget* target = nullptr;
@@ -38,7 +42,7 @@ class DirectReader {
 
   Result<DirectReadReport> Run(std::span<LoadTarget> targets) {
     for (LoadTarget& target : targets) {
-      if (target.tensor->exchange && !target.convert) continue;
+      if (IsExchanged(target)) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(
           target.verify,
           ChooseReadVerify(checkpoint_.index(), *target.tensor, target.wanted().region,
@@ -47,11 +51,20 @@ class DirectReader {
                         rules_.verify == LoadVerify::kAuto && target.verify == ReadVerify::kOff;
       const TensorMeta& meta = target.tensor->entry().meta;
       if (target.digested) target.arrived.byte_shape = ByteShape(meta.dtype(), meta.shape());
-      AddShares(target);
       report_.bytes += target.bytes;
     }
     // Targets are in file order, so read-ahead pays.
     const std::shared_ptr<const void> in_order = checkpoint_.ReadInOrder();
+    // Data that are not in the page cache are brought ahead of the reads, which get smaller parts.
+    const bool cold = Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
+    for (LoadTarget& target : targets) {
+      if (!IsExchanged(target)) AddShares(target, cold);
+    }
+    if (cold) {
+      prefetcher_ = std::make_unique<Prefetcher>(
+          checkpoint_, PartReads(),
+          Prefetcher::Options{rules_.rank_here, rules_.ranks_here, rules_.cancel});
+    }
     TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Staging>(
         batches_.size(), rules_.threads,
         [this](std::size_t i, Staging& staging) { return Read(batches_[i], staging); }));
@@ -59,15 +72,43 @@ class DirectReader {
   }
 
  private:
+  static bool IsExchanged(const LoadTarget& target) {
+    return target.tensor->exchange && !target.convert;
+  }
+  static std::vector<Prefetcher::Read> WholeReads(std::span<const LoadTarget> targets) {
+    std::vector<Prefetcher::Read> reads;
+    for (const LoadTarget& target : targets) {
+      if (IsExchanged(target) || target.placed.empty()) continue;
+      reads.push_back({&target.tensor->entry(), target.placed});
+    }
+    return reads;
+  }
+  // A read for each share, which wants nothing where elements are converted.
+  std::vector<Prefetcher::Read> PartReads() const {
+    std::vector<Prefetcher::Read> reads;
+    for (const Share& share : shares_) {
+      const LoadTarget& target = *share.target;
+      reads.push_back({&target.tensor->entry(), share.whole
+                                                    ? std::span(std::as_const(target.placed))
+                                                    : std::span(&share.part, 1)});
+    }
+    return reads;
+  }
+
   struct Staging {
     std::vector<std::byte> bytes;
     std::size_t counted = 0;  // Bytes counted in the report so far.
   };
 
-  void AddShares(LoadTarget& target) {
-    if (target.device == nullptr || target.convert) return Add({&target, true, {}}, target.bytes);
+  void AddShares(LoadTarget& target, bool cold) {
+    const bool large = cold && target.bytes > kColdBytes;
+    if ((target.device == nullptr && !large) || target.convert) {
+      return Add({&target, true, {}}, target.bytes);
+    }
+    const std::uint64_t most =
+        target.device != nullptr ? target.device->ring->block_bytes() : kColdBytes;
     for (const PlacedBox& to : target.placed) {
-      SplitBox(to.box, 1, target.device->ring->block_bytes(), [&](const Box& box) {
+      SplitBox(to.box, 1, most, [&](const Box& box) {
         Add({&target, false, PartOfPlaced(to, box)}, static_cast<std::uint64_t>(box.volume()));
       });
     }
@@ -83,10 +124,12 @@ class DirectReader {
   }
 
   Status Read(const ReadBatch& batch, Staging& staging) {
-    for (const Share& share : std::span(shares_).subspan(batch.first, batch.count)) {
+    for (std::size_t i = batch.first; i < batch.first + batch.count; ++i) {
+      const Share& share = shares_[i];
       if (rules_.cancel != nullptr && rules_.cancel->load()) {
         return {Code::kCancelled, "the load was cancelled"};
       }
+      if (prefetcher_ != nullptr) prefetcher_->Reached(i);
       ReadStats stats;
       LoadTarget& target = *share.target;
       if (target.convert) {
@@ -112,6 +155,7 @@ class DirectReader {
   std::uint64_t batch_bytes_ = 0;  // Bytes of the last batch.
   std::mutex mutex_;
   DirectReadReport report_;
+  std::unique_ptr<Prefetcher> prefetcher_;  // Null: the data are in the page cache.
 };
 
 }  // namespace

@@ -333,6 +333,7 @@ class LoadJob {
         const DirectReadReport read,
         ReadDirectly(*checkpoint_, targets_,
                      {options_.verify, ReadThreads(options_.threads, agreed_->ranks_here),
+                      collective_.rank() % agreed_->ranks_here, agreed_->ranks_here,
                       control_.cancel, [this](std::uint64_t bytes) { CountRead(bytes); }}));
     direct_bytes_ = read.bytes;
     report_.peak_buffer_bytes = read.peak_buffer_bytes;

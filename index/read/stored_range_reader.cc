@@ -54,19 +54,6 @@ constexpr std::size_t kRunsAhead = 64;
 // range.
 constexpr std::uint64_t kLeavesPaged = 16;
 
-// Whether no gap between the runs, which rise, is as long as a unit (leaf or page) of `bytes`
-// bytes. The runs then touch every unit from the first run to the last, and none is read in vain.
-bool TouchesEach(const StridedCopy& copy, std::uint64_t bytes) {
-  std::uint64_t within = copy.run;
-  for (int a = copy.axes - 1; a >= 0; --a) {
-    const StridedCopy::Axis& axis = copy.axis[static_cast<std::size_t>(a)];
-    const auto step = static_cast<std::uint64_t>(axis.src);
-    if (axis.count > 1 && step - within >= bytes) return false;
-    within += static_cast<std::uint64_t>(axis.count - 1) * step;
-  }
-  return true;
-}
-
 // Calls fn(part) for parts of a copy. The parts rise in the file if the steps of the axes fall.
 // Each part spans at most `most` bytes of the file, or is one run. A part takes as many steps of an
 // axis as fit; a larger step is split along the axes inside it.
@@ -103,6 +90,17 @@ StridedCopy SortedByStep(const StridedCopy& copy) {
 }
 
 }  // namespace
+
+bool TouchesEach(const StridedCopy& copy, std::uint64_t bytes) {
+  std::uint64_t within = copy.run;
+  for (int a = copy.axes - 1; a >= 0; --a) {
+    const StridedCopy::Axis& axis = copy.axis[static_cast<std::size_t>(a)];
+    const auto step = static_cast<std::uint64_t>(axis.src);
+    if (axis.count > 1 && step - within >= bytes) return false;
+    within += static_cast<std::uint64_t>(axis.count - 1) * step;
+  }
+  return true;
+}
 
 StoredRangeReader::StoredRangeReader(const OpenedCheckpoint& checkpoint,
                                      OpenedCheckpoint::Files& files, RangeRecord where,

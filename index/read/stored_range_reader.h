@@ -156,6 +156,10 @@ class StoredRangeReader {
   std::vector<std::byte> slab_;
 };
 
+// Whether no gap between the runs, which rise, is as long as a unit (leaf or page) of `bytes`
+// bytes. The runs then touch every unit from the first run to the last, and none is read in vain.
+bool TouchesEach(const StridedCopy& copy, std::uint64_t bytes);
+
 // The destination of a read as boxes of the tensor's bytes, relative to the buffer. If the
 // arguments are invalid, returns the errors of OpenedCheckpoint::Read and ReadBytes.
 Result<std::vector<PlacedBox>> PlaceRead(const TensorEntry& tensor, const Region& region,
