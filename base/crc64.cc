@@ -39,6 +39,7 @@ constexpr Form kPortable = {"portable", ExtendPortable, MultiplyByBits, nullptr}
 // portable form is used.
 const Form* chosen = [] {
   if (const Form* wide = WideClmulForm()) return wide;
+  if (const Form* twice = DoubleClmulForm()) return twice;
   if (const Form* clmul = ClmulForm()) return clmul;
   return &kPortable;
 }();

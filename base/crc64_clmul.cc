@@ -24,6 +24,9 @@ namespace {
 #define TENSORMOUNT_CLMUL __attribute__((target("pclmul,ssse3,sse4.1")))
 #define TENSORMOUNT_CLMUL_INLINE \
   __attribute__((target("pclmul,ssse3,sse4.1"), always_inline)) inline
+#define TENSORMOUNT_AVX2 __attribute__((target("pclmul,ssse3,sse4.1,avx2,vpclmulqdq")))
+#define TENSORMOUNT_AVX2_INLINE \
+  __attribute__((target("pclmul,ssse3,sse4.1,avx2,vpclmulqdq"), always_inline)) inline
 #define TENSORMOUNT_WIDE \
   __attribute__((target("pclmul,ssse3,sse4.1,avx512f,avx512bw,avx512vl,vpclmulqdq")))
 #define TENSORMOUNT_WIDE_INLINE                                                      \
@@ -330,9 +333,9 @@ TENSORMOUNT_WIDE std::uint64_t RowsWide(const std::byte* src, std::ptrdiff_t ste
   }
 }
 
-// RowsNarrow processes strips of kStripLanes lanes (of 16 bytes), over as many rows as have
-// kRowsBlock bytes, which the first-level cache holds.
-constexpr std::size_t kRowsBlock = 24 * 1024;
+// RowsByStrips sums strips of some lanes, over as many rows as have
+// kRowsBlock bytes. The first-level cache holds them and the next block.
+constexpr std::size_t kRowsBlock = 8 * 1024;
 constexpr int kStripLanes = 8;
 
 // Like SumWide, for lanes of 16 bytes.
@@ -364,9 +367,80 @@ TENSORMOUNT_CLMUL_INLINE void StripNarrow(const std::byte* src, std::ptrdiff_t s
   for (int i = 0; i < kLanes; ++i) _mm_store_si128(kept + i, sum[i]);
 }
 
-TENSORMOUNT_CLMUL std::uint64_t RowsNarrow(const std::byte* src, std::ptrdiff_t step,
-                                           std::size_t run, std::size_t rows, FoldPair by,
-                                           const std::byte* ones) {
+// Strips with 128-bit instructions.
+struct NarrowStrips {
+  TENSORMOUNT_CLMUL static void Sum(const std::byte* src, std::ptrdiff_t step, std::size_t bytes,
+                                    std::size_t rows, FoldPair by, std::byte* sums,
+                                    const std::byte* ones) {
+    const __m128i k = Set(by);
+    std::size_t at = 0;
+    for (; bytes - at >= 16 * kStripLanes; at += 16 * kStripLanes) {
+      StripNarrow<kStripLanes>(src + at, step, rows, k, sums + at, ones + at);
+    }
+    for (; at < bytes; at += 16) {
+      StripNarrow<1>(src + at, step, rows, k, sums + at, ones + at);
+    }
+  }
+};
+
+// The same with 256-bit instructions, whose lanes have 32 bytes.
+TENSORMOUNT_AVX2_INLINE __m256i SetDouble(FoldPair k) {
+  return _mm256_broadcastsi128_si256(Set(k));
+}
+TENSORMOUNT_AVX2_INLINE __m256i FoldDouble(__m256i v, __m256i k) {
+  return _mm256_xor_si256(_mm256_clmulepi64_epi128(v, k, 0x00),
+                          _mm256_clmulepi64_epi128(v, k, 0x11));
+}
+TENSORMOUNT_AVX2_INLINE __m256i LoadDouble(const std::byte* src) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src));
+}
+
+template <int kLanes>
+TENSORMOUNT_AVX2_INLINE void StripDouble(const std::byte* src, std::ptrdiff_t step,
+                                         std::size_t rows, __m256i k, std::byte* sums,
+                                         const std::byte* ones) {
+  __m256i sum[kLanes];
+  __m256i one[kLanes];
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes; ++i) {
+    sum[i] = LoadDouble(sums + 32 * i);
+    one[i] = LoadDouble(ones + 32 * i);
+  }
+  for (std::size_t r = 0; r < rows; ++r, src += step) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes; ++i) {
+      const __m256i row = _mm256_xor_si256(LoadDouble(src + 32 * i), one[i]);
+      sum[i] = _mm256_xor_si256(FoldDouble(sum[i], k), row);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes; ++i) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + 32 * i), sum[i]);
+  }
+}
+
+struct DoubleStrips {
+  TENSORMOUNT_AVX2 static void Sum(const std::byte* src, std::ptrdiff_t step, std::size_t bytes,
+                                   std::size_t rows, FoldPair by, std::byte* sums,
+                                   const std::byte* ones) {
+    constexpr int kLanes = 4;  // With as many `ones`, no more fit into the registers.
+    const __m256i k = SetDouble(by);
+    std::size_t at = 0;
+    for (; bytes - at >= 32 * kLanes; at += 32 * kLanes) {
+      StripDouble<kLanes>(src + at, step, rows, k, sums + at, ones + at);
+    }
+    for (; bytes - at >= 32; at += 32) {
+      StripDouble<1>(src + at, step, rows, k, sums + at, ones + at);
+    }
+    _mm256_zeroupper();
+    if (at < bytes) StripNarrow<1>(src + at, step, rows, Set(by), sums + at, ones + at);
+  }
+};
+
+template <typename Strips>
+TENSORMOUNT_CLMUL_INLINE std::uint64_t RowsByStrips(const std::byte* src, std::ptrdiff_t step,
+                                                    std::size_t run, std::size_t rows, FoldPair by,
+                                                    const std::byte* ones) {
   alignas(16) std::array<std::byte, kLongestRow> all{};
   std::byte* const sums = all.data();
   const std::size_t padded = PaddedRun(run);
@@ -381,6 +455,11 @@ TENSORMOUNT_CLMUL std::uint64_t RowsNarrow(const std::byte* src, std::ptrdiff_t 
   const std::size_t at_once = std::max<std::size_t>(1, kRowsBlock / padded);
   for (std::size_t r = 0; r < rows; r += at_once) {
     const std::size_t n = std::min(at_once, rows - r);
+    // The strips would wait for memory at each line. The next block arrives meanwhile.
+    const std::byte* coming = src + static_cast<std::ptrdiff_t>(n) * step;
+    for (std::size_t i = std::min(at_once, rows - r - n); i > 0; --i, coming += step) {
+      for (std::size_t b = 0; b < run; b += 64) _mm_prefetch(coming + b, _MM_HINT_T0);
+    }
     std::size_t at = before - part;
     if (part != 0) {
       auto* const kept = reinterpret_cast<__m128i*>(sums + at);
@@ -392,17 +471,77 @@ TENSORMOUNT_CLMUL std::uint64_t RowsNarrow(const std::byte* src, std::ptrdiff_t 
       _mm_store_si128(kept, sum);
       at += 16;
     }
-    for (; padded - at >= 16 * kStripLanes; at += 16 * kStripLanes) {
-      StripNarrow<kStripLanes>(src + at - before, step, n, k, sums + at, ones + at);
-    }
-    for (; at < padded; at += 16) {
-      StripNarrow<1>(src + at - before, step, n, k, sums + at, ones + at);
-    }
+    Strips::Sum(src + at - before, step, padded - at, n, by, sums + at, ones + at);
     src += static_cast<std::ptrdiff_t>(n) * step;
   }
   return ExtendClmul(0, nullptr, sums, padded);
 }
 
+TENSORMOUNT_CLMUL std::uint64_t RowsNarrow(const std::byte* src, std::ptrdiff_t step,
+                                           std::size_t run, std::size_t rows, FoldPair by,
+                                           const std::byte* ones) {
+  return RowsByStrips<NarrowStrips>(src, step, run, rows, by, ones);
+}
+TENSORMOUNT_CLMUL std::uint64_t RowsDouble(const std::byte* src, std::ptrdiff_t step,
+                                           std::size_t run, std::size_t rows, FoldPair by,
+                                           const std::byte* ones) {
+  return RowsByStrips<DoubleStrips>(src, step, run, rows, by, ones);
+}
+
+// Hashes 256 bytes per step in eight remainders of 32 bytes.
+template <bool kCopy>
+TENSORMOUNT_AVX2_INLINE __m128i FoldDoubleBulk(std::uint64_t state, unsigned char*& dst,
+                                               const unsigned char*& src, std::size_t& size) {
+  constexpr int kLanes = 8;
+  constexpr std::size_t kBlock = 32 * kLanes;
+  const auto load = [&](int i) TENSORMOUNT_AVX2 {
+    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 32 * i));
+    if (kCopy) _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * i), v);
+    return v;
+  };
+  __m256i acc[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; ++i) acc[i] = load(i);
+  acc[0] = _mm256_xor_si256(acc[0], _mm256_zextsi128_si256(Word(state)));
+  const __m256i k = SetDouble(kFold256);
+  for (;;) {
+    size -= kBlock;
+    src += kBlock;
+    if (kCopy) dst += kBlock;
+    if (size < kBlock) break;
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes; ++i) acc[i] = _mm256_xor_si256(FoldDouble(acc[i], k), load(i));
+  }
+  const __m256i k128 = SetDouble(kFold128);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) acc[i] = _mm256_xor_si256(FoldDouble(acc[i], k128), acc[i + 4]);
+  const __m256i k64 = SetDouble(kFold64);
+  acc[0] = _mm256_xor_si256(FoldDouble(acc[0], k64), acc[2]);
+  acc[1] = _mm256_xor_si256(FoldDouble(acc[1], k64), acc[3]);
+  acc[0] = _mm256_xor_si256(FoldDouble(acc[0], SetDouble(kFold32)), acc[1]);
+  const __m128i low = _mm256_castsi256_si128(acc[0]);
+  const __m128i high = _mm256_extracti128_si256(acc[0], 1);
+  return _mm_xor_si128(Fold(low, Set(kFold16)), high);
+}
+
+template <bool kCopy>
+TENSORMOUNT_AVX2_INLINE std::uint64_t ExtendDoubleLanes(std::uint64_t state, unsigned char* dst,
+                                                        const unsigned char* src,
+                                                        std::size_t size) {
+  const __m128i acc = FoldDoubleBulk<kCopy>(state, dst, src, size);
+  _mm256_zeroupper();
+  return Finish<kCopy>(acc, dst, src, size);
+}
+
+TENSORMOUNT_AVX2 std::uint64_t ExtendDouble(std::uint64_t state, void* dst, const void* src,
+                                            std::size_t size) {
+  if (size < 512) return ExtendClmul(state, dst, src, size);
+  const auto* from = static_cast<const unsigned char*>(src);
+  if (dst == nullptr) return ExtendDoubleLanes<false>(state, nullptr, from, size);
+  return ExtendDoubleLanes<true>(state, static_cast<unsigned char*>(dst), from, size);
+}
+
+constexpr Form kDouble = {"vpclmulqdq256", ExtendDouble, MultiplyClmul, RowsDouble};
 constexpr Form kClmul = {"pclmul", ExtendClmul, MultiplyClmul, RowsNarrow};
 constexpr Form kWide = {"vpclmulqdq", ExtendWide, MultiplyClmul, RowsWide};
 
@@ -415,6 +554,13 @@ bool HasClmul() {
 }  // namespace
 
 const Form* ClmulForm() { return HasClmul() ? &kClmul : nullptr; }
+
+const Form* DoubleClmulForm() {
+  if (!HasClmul() || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("vpclmulqdq")) {
+    return nullptr;
+  }
+  return &kDouble;
+}
 
 const Form* WideClmulForm() {
   if (!HasClmul() || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
@@ -431,6 +577,7 @@ const Form* WideClmulForm() {
 namespace tensormount::crc64 {
 
 const Form* ClmulForm() { return nullptr; }
+const Form* DoubleClmulForm() { return nullptr; }
 const Form* WideClmulForm() { return nullptr; }
 
 }  // namespace tensormount::crc64

@@ -145,6 +145,9 @@ struct Form {
 const Form& PortableForm();
 // 128-bit carry-less multiplication; null if the CPU or the architecture lacks it.
 const Form* ClmulForm();
+// 256-bit carry-less multiplication (VPCLMULQDQ with AVX2: AMD since Zen 3, Intel since Alder
+// Lake); null if the CPU or the architecture lacks it.
+const Form* DoubleClmulForm();
 // 512-bit carry-less multiplication; null if the CPU or the architecture lacks it.
 const Form* WideClmulForm();
 

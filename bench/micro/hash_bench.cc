@@ -2,6 +2,7 @@
 // Hashes and checksums beside their floors. 2 KiB is a run of a column split, 64 KiB a leaf, 1 MiB
 // a block that is hashed while it is in cache, 256 MiB comes from memory.
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -92,6 +93,21 @@ void Crc64Form(benchmark::State& state, const crc64::Form* form) {
   });
 }
 
+// Runs of 448 bytes, one after the other, as columns arrive in a buffer.
+void Crc64Rows448(benchmark::State& state, const crc64::Form* form) {
+  if (form == nullptr) {
+    state.SkipWithError("not on this CPU");
+    return;
+  }
+  constexpr std::size_t kRun = 448;
+  const std::array<std::byte, crc64::kLongestRow> ones{};
+  const crc64::FoldPair by = {Crc64Shift(1800).factor(), Crc64Shift(1792).factor()};
+  Over(state, [&](char*, const char* in, std::size_t n) {
+    benchmark::DoNotOptimize(
+        form->rows(reinterpret_cast<const std::byte*>(in), kRun, kRun, n / kRun, by, ones.data()));
+  });
+}
+
 void ShiftMade(benchmark::State& state) {
   std::uint64_t bytes = 0x123456789;
   for (auto _ : state) benchmark::DoNotOptimize(Crc64Shift(++bytes));
@@ -109,7 +125,13 @@ BENCHMARK(MemcpyThenCrc64)->Apply(Sizes);
 BENCHMARK(Crc64AndXxh3By64KiB)->Arg(1 << 20)->Arg(256 << 20);
 BENCHMARK_CAPTURE(Crc64Form, portable, &crc64::PortableForm())->Arg(2048)->Arg(1 << 20);
 BENCHMARK_CAPTURE(Crc64Form, pclmul, crc64::ClmulForm())->Apply(Sizes);
+BENCHMARK_CAPTURE(Crc64Form, vpclmulqdq256, crc64::DoubleClmulForm())->Apply(Sizes);
 BENCHMARK_CAPTURE(Crc64Form, vpclmulqdq, crc64::WideClmulForm())->Apply(Sizes);
+BENCHMARK_CAPTURE(Crc64Rows448, pclmul, crc64::ClmulForm())->Arg(1 << 17)->Arg(256 << 20);
+BENCHMARK_CAPTURE(Crc64Rows448, vpclmulqdq256, crc64::DoubleClmulForm())
+    ->Arg(1 << 17)
+    ->Arg(256 << 20);
+BENCHMARK_CAPTURE(Crc64Rows448, vpclmulqdq, crc64::WideClmulForm())->Arg(1 << 17)->Arg(256 << 20);
 BENCHMARK(ShiftMade);
 
 }  // namespace

@@ -75,7 +75,8 @@ TEST(Crc64Test, ConstantsMatchThePolynomial) {
 
 std::vector<crc64::Form> Forms() {
   std::vector<crc64::Form> forms = {crc64::PortableForm()};
-  for (const crc64::Form* form : {crc64::ClmulForm(), crc64::WideClmulForm()}) {
+  for (const crc64::Form* form :
+       {crc64::ClmulForm(), crc64::DoubleClmulForm(), crc64::WideClmulForm()}) {
     if (form != nullptr) forms.push_back(*form);
   }
   return forms;
