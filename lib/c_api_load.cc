@@ -74,9 +74,9 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       out.not_requested,
       ReadStrict("tm_load_options.not_requested", given.not_requested, out.not_requested));
-  TENSORMOUNT_ASSIGN_OR_RETURN(out.verify,
-                               Choice("tm_load_options.verify", given.verify,
-                                      {LoadVerify::kAuto, LoadVerify::kOff, LoadVerify::kLeaves}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.verify, Choice("tm_load_options.verify", given.verify,
+                                                  {LoadVerify::kAuto, LoadVerify::kOff,
+                                                   LoadVerify::kLeaves, LoadVerify::kEnd}));
   TENSORMOUNT_ASSIGN_OR_RETURN(out.path,
                                Choice("tm_load_options.path", given.path,
                                       {LoadPath::kAuto, LoadPath::kDirect, LoadPath::kExchange}));

@@ -47,8 +47,7 @@ class DirectReader {
           target.verify,
           ChooseReadVerify(checkpoint_.index(), *target.tensor, target.wanted().region,
                            rules_.verify, target.device != nullptr));
-      target.digested = target.device != nullptr && !target.convert &&
-                        rules_.verify == LoadVerify::kAuto && target.verify == ReadVerify::kOff;
+      target.digested = IsDigestedOnArrival(target);
       const TensorMeta& meta = target.tensor->entry().meta;
       if (target.digested) target.arrived.byte_shape = ByteShape(meta.dtype(), meta.shape());
       report_.bytes += target.bytes;
@@ -72,6 +71,16 @@ class DirectReader {
   }
 
  private:
+  // Whether the digest of what arrives is taken. A device computes it faster than the host compares
+  // leaves; the host takes it of the blocks of which it cannot compare every leaf, while they are
+  // in its cache.
+  bool IsDigestedOnArrival(const LoadTarget& target) const {
+    if (target.convert) return false;
+    if (target.device != nullptr) {
+      return MayProveByDigest(rules_.verify) && target.verify == ReadVerify::kOff;
+    }
+    return rules_.verify == LoadVerify::kAuto && target.verify == ReadVerify::kWholeLeaves;
+  }
   static bool IsExchanged(const LoadTarget& target) {
     return target.tensor->exchange && !target.convert;
   }

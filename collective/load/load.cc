@@ -314,7 +314,7 @@ class LoadJob {
     // first.
     if (!able.ok()) writer_->Drop();
     std::string bits;
-    if (able.ok() && options_.verify == LoadVerify::kAuto) {
+    if (able.ok() && MayProveByDigest(options_.verify)) {
       bits = Unproved(agreed_->plan, targets_);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(

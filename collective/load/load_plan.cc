@@ -107,7 +107,7 @@ Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest&
     if (item.convert) continue;
     const TensorEntry& entry = *mine.Stored(item);
     for (const Region& region : item.regions) {
-      if (options.verify == LoadVerify::kAuto && entry.has_digest && !needs.proof) {
+      if (MayProveByDigest(options.verify) && entry.has_digest && !needs.proof) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, IsCheapByLeaf(index, entry, region));
         needs.proof = !cheap;
       }
@@ -149,7 +149,7 @@ Result<LoadPlan> LoadPlanner::Finish(int ranks, bool all_known, std::vector<int>
       TENSORMOUNT_ASSIGN_OR_RETURN(tensor.exchange,
                                    IsShort(index_, tensor.entry(), tensor.wants.front().region));
     }
-    if (options.verify == LoadVerify::kAuto) {
+    if (MayProveByDigest(options.verify)) {
       tensor.proof = PlanProof(tensor.entry(), tensor.wants, ranks);
     }
   }

@@ -68,6 +68,11 @@ class LoadPlanner {
   std::map<std::uint32_t, std::size_t> position_;
 };
 
+// Whether a load verifies by digests where they are cheaper than leaves.
+inline bool MayProveByDigest(LoadVerify verify) {
+  return verify == LoadVerify::kAuto || verify == LoadVerify::kEnd;
+}
+
 // Chooses how to read a region of a tensor so that its bytes end up verified as `verify` requires.
 // Whole leaves are read and checked if this adds little or the tensor cannot be verified by digest.
 // Bytes for device memory are read without checks if their digest is taken on the device.

@@ -74,10 +74,10 @@ class Prover {
       const LoadTarget& target = targets_[i];
       if (!proving_[PositionOf(target)]) continue;
       const TensorMeta& meta = target.tensor->entry().meta;
-      if (target.device == nullptr) {
-        digests_[i] = DigestOfBuffer(meta, target.placed, target.base);
-      } else if (target.digested && !target.arrived.unknown) {
+      if (target.digested && !target.arrived.unknown) {
         digests_[i] = target.arrived.digest;
+      } else if (target.device == nullptr) {
+        digests_[i] = DigestOfBuffer(meta, target.placed, target.base);
       } else {
         on_devices.push_back({target.boxes(), ByteShape(meta.dtype(), meta.shape()), &digests_[i]});
       }

@@ -150,7 +150,7 @@ namespace {
 std::vector<std::pair<std::string, std::string>> TextsOfCall(std::string_view path,
                                                              const LoadOptions& options) {
   constexpr std::array<const char*, 4> kStrict = {"raise", "log", "return", "ignore"};
-  constexpr std::array<const char*, 3> kVerify = {"off", "auto", "leaves"};
+  constexpr std::array<const char*, 4> kVerify = {"off", "auto", "leaves", "end"};
   constexpr std::array<const char*, 3> kPath = {"auto", "direct", "exchange"};
   constexpr std::array<const char*, 3> kVia = {"auto", "host", "devices"};
   constexpr std::array<const char*, 3> kGrow = {"error", "zero", "keep"};

@@ -233,7 +233,11 @@ Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target, const 
   const std::span<const PlacedBox> wanted =
       part != nullptr ? std::span(part, 1) : std::span<const PlacedBox>(target.placed);
   if (target.device == nullptr) {
-    return checkpoint.ReadPlaced(entry, wanted, target.base, target.verify, stats, nullptr);
+    Crc64 digest = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(checkpoint.ReadPlaced(entry, wanted, target.base, target.verify,
+                                                      stats, target.digested ? &digest : nullptr));
+    std::atomic_ref(target.arrived.digest).fetch_xor(digest, std::memory_order_relaxed);
+    return {};
   }
   const bool check = target.verify != ReadVerify::kOff;
   for (const PlacedBox& to : wanted) {

@@ -29,7 +29,7 @@ struct LoadTarget {
   DeviceWriter* writer = nullptr;
   // Digest of the bytes that were given to the writer, compared by CheckArrived.
   Crc64 given = 0;
-  // Whether to compute the digest as bytes arrive (`arrived`), for verification by digest.
+  // Whether the digest is computed as bytes arrive (`arrived`), for verification by digest.
   bool digested = false;
   DeviceWriter::WriteDigest arrived;
   std::vector<PlacedBox> placed;  // Bytes of the stored tensor, relative to `base`.

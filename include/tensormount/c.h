@@ -765,7 +765,7 @@ enum {
 };
 enum { TM_GROW_ERROR = 0, TM_GROW_ZERO = 1, TM_GROW_KEEP = 2 };
 enum { TM_GRID_ERROR = 0, TM_GRID_BY_INDEX = 1, TM_GRID_FIRST = 2, TM_GRID_SKIP = 3 };
-enum { TM_VERIFY_AUTO = 0, TM_VERIFY_OFF = 1, TM_VERIFY_LEAVES = 2 };
+enum { TM_VERIFY_AUTO = 0, TM_VERIFY_OFF = 1, TM_VERIFY_LEAVES = 2, TM_VERIFY_END = 3 };
 enum { TM_LOAD_AUTO = 0, TM_LOAD_DIRECT = 1, TM_LOAD_EXCHANGE = 2 };
 // How exchanged bytes travel (tm_load_options.exchange_via).
 enum { TM_VIA_AUTO = 0, TM_VIA_HOST = 1, TM_VIA_DEVICES = 2 };

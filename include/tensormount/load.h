@@ -44,6 +44,9 @@ enum class LoadVerify {
   kOff,
   kAuto,    // By leaf hashes or by the tensor's digest, if it has one: whichever is cheaper.
   kLeaves,  // Every byte by leaf hash; reads are widened to whole leaves.
+  // Like kAuto, but the digest is computed from the buffers after all bytes have arrived, instead
+  // of from each block when it has been written. For buffers that others may write during the load.
+  kEnd,
 };
 
 // kDirect: every rank reads what it needs. kExchange: a group of ranks reads each byte once, in

@@ -44,7 +44,7 @@ else:
 PathLike = Union[str, "os.PathLike[str]"]
 
 _STRICT = ("raise", "log", "return", "ignore")  # The library counts from 1; 0 is its default.
-_VERIFY = ("auto", "off", "leaves")
+_VERIFY = ("auto", "off", "leaves", "end")
 _PATHS = ("auto", "direct", "exchange")
 _VIA = ("auto", "host", "devices")
 _GROW = ("error", "zero", "keep")
@@ -251,7 +251,8 @@ def load(
     strict_exempt   globs of keys ("extra.*") to which neither applies.
     rules     `Rule`s that allow other shapes, dtypes and grids; otherwise these are a LayoutError.
     validate  True: the requests must cover every tensor exactly, as in a save.
-    verify    "auto", "leaves", "off": which hashes prove the bytes (docs/loading.md, also on `method`).
+    verify    "auto", "leaves", "end", "off": which hashes prove the bytes, and when (docs/loading.md, also on
+              `method`).
     method    "auto", "direct": each rank reads for itself; "exchange": ranks send each other the data that they read.
     exchange_group   ranks with equal numbers exchange with each other.
     exchange_via     "host"; "devices": from GPU to GPU by NCCL; "auto": devices if much is exchanged and it

@@ -93,7 +93,7 @@ Asked MakeAsked(Random& random, const RandomTensor& stored, const LoadRule& rule
 Call MakeCall(Random& random, const std::vector<RandomTensor>& stored, int ranks) {
   Call call;
   call.options.not_requested = Strict::kIgnore;
-  const std::vector<LoadVerify> verifies = {LoadVerify::kOff, LoadVerify::kAuto, LoadVerify::kAuto,
+  const std::vector<LoadVerify> verifies = {LoadVerify::kOff, LoadVerify::kAuto, LoadVerify::kEnd,
                                             LoadVerify::kLeaves};
   const std::vector<LoadPath> paths = {LoadPath::kAuto, LoadPath::kDirect, LoadPath::kExchange,
                                        LoadPath::kExchange};

@@ -43,7 +43,8 @@ TEST(Load, LoadsAnyShardingFromAnyOther) {
   const std::vector<std::pair<std::string, int>> loads = {{"rows", 1}, {"rows", 3},     {"cols", 2},
                                                           {"cols", 3}, {"grid:2x2", 4}, {"flat", 2},
                                                           {"flat", 8}, {"replicate", 2}};
-  const LoadVerify verifies[] = {LoadVerify::kAuto, LoadVerify::kLeaves, LoadVerify::kOff};
+  const LoadVerify verifies[] = {LoadVerify::kAuto, LoadVerify::kLeaves, LoadVerify::kEnd,
+                                 LoadVerify::kOff};
   const LoadPath paths[] = {LoadPath::kDirect, LoadPath::kExchange, LoadPath::kAuto};
   std::size_t turn = 0;
   for (const auto& [save_rule, save_ranks] : saves) {

@@ -120,7 +120,9 @@ TEST(SaveLoadProperty, AnyShardingLoadsAsAnyOther) {
     std::vector<Rank> loading = MakeRanks(random, tensors, wishes, loaders, false);
     LoadOptions load;
     load.not_requested = Strict::kIgnore;
-    load.verify = random.OneIn(3) ? LoadVerify::kLeaves : LoadVerify::kAuto;
+    load.verify = random.OneIn(3)   ? LoadVerify::kLeaves
+                  : random.OneIn(3) ? LoadVerify::kEnd
+                                    : LoadVerify::kAuto;
     load.path =
         random.Pick(std::vector<LoadPath>{LoadPath::kAuto, LoadPath::kDirect, LoadPath::kExchange});
     std::vector<LoadReport> reports(static_cast<std::size_t>(loaders));
