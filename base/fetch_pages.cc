@@ -3,15 +3,21 @@
 //
 // A page fault in a mapping with MADV_HUGEPAGE reads one huge page (Linux 5.18), whatever the
 // read-ahead of the device. Without MADV_RANDOM it reads the next one, too. On a kernel without the
-// first, the second would read single pages, so the kernel's version is looked at. The kernel's own
-// read-ahead begins with single pages in each file, and reaches large ones only after megabytes.
+// first, the second would read single pages, so the kernel's version is looked at. The kernel marks
+// the page: the next read of it by another mapping or descriptor starts read-ahead behind it. The
+// kernel's own read-ahead begins with single pages in each file, and reaches large ones only after
+// megabytes.
 #include "base/fetch_pages.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <fcntl.h>
 #include <fstream>
+#include <iterator>
 #include <sys/mman.h>
 #include <sys/utsname.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 namespace tensormount {
@@ -34,17 +40,37 @@ bool KernelFetchesHugePages() {
   return (file >> bytes) && bytes == kFetchUnitBytes;  // With pages of 64 KiB it is 512 MiB.
 }
 
+// Whether faults in a mapping of the file are served by the kernel's page cache as FetchPages
+// expects. Others have faults of their own (Lustre), or nothing to fetch (tmpfs).
+bool HasUsualPageCache(int fd) {
+  constexpr unsigned long kKnown[] = {0xEF53 /* ext4 */,
+                                      0x58465342 /* XFS */,
+                                      0x9123683E /* btrfs */,
+                                      0xF2F52010 /* F2FS */,
+                                      0x6969 /* NFS */,
+                                      0x65735546 /* FUSE */,
+                                      0x794C7630 /* overlay */};
+  struct statfs info {};
+  if (fstatfs(fd, &info) != 0) return false;
+  return std::ranges::find(kKnown, static_cast<unsigned long>(info.f_type)) != std::end(kKnown);
+}
+
 }  // namespace
 
 bool FetchPages(int fd, std::uint64_t begin, std::uint64_t size) {
   static const bool able = KernelFetchesHugePages();
-  if (!able || fd < 0 || size == 0) return false;
+  if (!able || fd < 0 || size == 0 || !HasUsualPageCache(fd)) return false;
   void* const map = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(begin));
   if (map == MAP_FAILED) return false;
   const bool fetched = madvise(map, size, MADV_HUGEPAGE) == 0 &&
                        madvise(map, size, MADV_RANDOM) == 0 &&
                        madvise(map, size, kPopulateRead) == 0;
   munmap(map, size);
+  // Storage that cannot read one sector fails the whole huge page, which then fails the reads of
+  // all its bytes.
+  if (!fetched) {
+    (void)posix_fadvise(fd, static_cast<off_t>(begin), kFetchUnitBytes, POSIX_FADV_DONTNEED);
+  }
   return fetched;
 }
 

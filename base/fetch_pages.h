@@ -15,7 +15,9 @@ inline constexpr std::uint64_t kFetchUnitBytes = std::uint64_t{2} << 20;
 // this takes a tenth of the CPU time, and asks slow storage for larger pieces (docs/performance.md,
 // "From storage").
 // False if nothing was fetched: the kernel is older than Linux 5.18 or has huge pages of another
-// size, the file cannot be mapped, or storage failed, which a read will report.
+// size, the file system is not one of those that are known to work so, the file cannot be mapped,
+// or storage failed. What was fetched of the unit is then dropped, so that reads of its intact
+// bytes succeed.
 bool FetchPages(int fd, std::uint64_t begin, std::uint64_t size);
 
 // Whether the page of a file that has this byte is in the page cache; nullopt if that is unknown.

@@ -223,6 +223,10 @@ Status FileSystem::ReplaceFile(const std::string& path, std::string_view data) {
   if (s.ok()) s = closed;
   if (s.ok() && !Exists(path)) return RenameNoReplace(fresh, path);  // There is no old file.
   if (s.ok()) s = Exchange(fresh, path);
+  if (s.code() == Code::kUnsupported) {  // NFS: for a moment there is no file.
+    s = RemoveFile(path);
+    if (s.ok()) return RenameNoReplace(fresh, path);
+  }
   // Removes the old file, or a partial new one.
   (void)RemoveFile(fresh);
   return s;

@@ -137,9 +137,8 @@ class File {
     (void)offset;
     return std::nullopt;
   }
-  // Brings this range into the page cache, waits for it, and reads nothing else of the file than
-  // its units (base/fetch_pages.h); `offset` is at the begin of a unit. False if that is not
-  // possible: ReadAt then does the same at a higher cost.
+  // Brings a unit of the file (base/fetch_pages.h), or several, into the page cache and waits for
+  // it. False if that is not possible.
   virtual bool Fetch(std::uint64_t offset, std::uint64_t size) {
     (void)offset;
     (void)size;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,13 +57,14 @@ class DirectReader {
     const std::shared_ptr<const void> in_order = checkpoint_.ReadInOrder();
     // Data that are not in the page cache are brought ahead of the reads, which get smaller parts.
     const bool cold = Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
+    const int readers = rules_.one_machine ? rules_.ranks_here : 1;
     for (LoadTarget& target : targets) {
-      if (!IsExchanged(target)) AddShares(target, cold);
+      if (!IsExchanged(target)) AddShares(target, cold && MaySplit(target, readers));
     }
     if (cold) {
       prefetcher_ = std::make_unique<Prefetcher>(
-          checkpoint_, PartReads(),
-          Prefetcher::Options{rules_.rank_here, rules_.ranks_here, rules_.cancel});
+          checkpoint_, PartReads(readers),
+          Prefetcher::Options{rules_.one_machine ? rules_.rank_here : 0, readers, rules_.cancel});
     }
     TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Staging>(
         batches_.size(), rules_.threads,
@@ -92,16 +94,35 @@ class DirectReader {
     }
     return reads;
   }
-  // A read for each share, which wants nothing where elements are converted.
-  std::vector<Prefetcher::Read> PartReads() const {
+  // A read for each share, which wants nothing where elements are converted. If the ranks of this
+  // machine want as much of a tensor as it has, they want all of it.
+  std::vector<Prefetcher::Read> PartReads(int readers) const {
     std::vector<Prefetcher::Read> reads;
     for (const Share& share : shares_) {
       const LoadTarget& target = *share.target;
-      reads.push_back({&target.tensor->entry(), share.whole
-                                                    ? std::span(std::as_const(target.placed))
-                                                    : std::span(&share.part, 1)});
+      const TensorEntry& entry = target.tensor->entry();
+      const std::uint64_t of_all = target.bytes * static_cast<std::uint64_t>(readers);
+      const bool all = share.whole && readers > 1 && !target.placed.empty() &&
+                       of_all >= entry.meta.bytes() - entry.meta.bytes() / 8;
+      reads.push_back(
+          {&entry,
+           share.whole ? std::span(std::as_const(target.placed)) : std::span(&share.part, 1), all});
     }
     return reads;
+  }
+  // Whether a part of a large target is read without most of the others. Parts of a transposed
+  // chunk are not.
+  bool MaySplit(const LoadTarget& target, int readers) const {
+    if (target.convert || target.placed.empty() || target.bytes <= kColdBytes) return false;
+    std::optional<PlacedBox> first;
+    SplitBox(target.placed.front().box, 1, kColdBytes, [&](const Box& box) {
+      if (!first) first = PartOfPlaced(target.placed.front(), box);
+    });
+    const auto stretches = checkpoint_.StretchesOf(target.tensor->entry(), {&*first, 1}, readers);
+    if (!stretches.ok() || stretches.value().empty()) return false;
+    std::uint64_t bytes = 0;
+    for (const auto& stretch : stretches.value()) bytes += stretch.bytes.size();
+    return bytes <= 2 * kColdBytes * static_cast<std::uint64_t>(readers);
   }
 
   struct Staging {
@@ -109,9 +130,8 @@ class DirectReader {
     std::size_t counted = 0;  // Bytes counted in the report so far.
   };
 
-  void AddShares(LoadTarget& target, bool cold) {
-    const bool large = cold && target.bytes > kColdBytes;
-    if ((target.device == nullptr && !large) || target.convert) {
+  void AddShares(LoadTarget& target, bool split) {
+    if ((target.device == nullptr && !split) || target.convert) {
       return Add({&target, true, {}}, target.bytes);
     }
     const std::uint64_t most =
@@ -138,7 +158,7 @@ class DirectReader {
       if (rules_.cancel != nullptr && rules_.cancel->load()) {
         return {Code::kCancelled, "the load was cancelled"};
       }
-      if (prefetcher_ != nullptr) prefetcher_->Reached(i);
+      if (prefetcher_ != nullptr) prefetcher_->Await(i);
       ReadStats stats;
       LoadTarget& target = *share.target;
       if (target.convert) {

@@ -18,10 +18,11 @@ namespace tensormount {
 struct DirectReadRules {
   LoadVerify verify = LoadVerify::kAuto;
   int threads = 1;  // Maximum number of threads, including the caller's.
-  // The number of this rank among the ranks of this machine, and how many they are. Only the speed
-  // depends on them.
+  // The number of this rank among the ranks of this machine, if ranks are numbered machine by
+  // machine, how many they are, and whether they are all ranks. Only the speed depends on them.
   int rank_here = 0;
   int ranks_here = 1;
+  bool one_machine = true;
   const std::atomic<bool>* cancel = nullptr;
   // Called with the number of bytes read, from any of the threads.
   std::function<void(std::uint64_t bytes)> read;

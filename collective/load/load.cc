@@ -334,7 +334,8 @@ class LoadJob {
         ReadDirectly(*checkpoint_, targets_,
                      {options_.verify, ReadThreads(options_.threads, agreed_->ranks_here),
                       collective_.rank() % agreed_->ranks_here, agreed_->ranks_here,
-                      control_.cancel, [this](std::uint64_t bytes) { CountRead(bytes); }}));
+                      agreed_->ranks_here == collective_.size(), control_.cancel,
+                      [this](std::uint64_t bytes) { CountRead(bytes); }}));
     direct_bytes_ = read.bytes;
     report_.peak_buffer_bytes = read.peak_buffer_bytes;
     TENSORMOUNT_RETURN_IF_ERROR(writer_->Finish());

@@ -194,20 +194,20 @@ class OpenedCheckpoint {
   // larger reads. For callers that read most of a checkpoint in file order. The result must not
   // outlive this object.
   [[nodiscard]] std::shared_ptr<const void> ReadInOrder() const;
-  // The ranges of files that ReadPlaced reads, in its order. Neighbouring runs are one range, with
-  // the gaps between them. Ranges that are cheaper to read than to list are left out. Errors as for
-  // Extents, and kDataLoss if no chunk has a wanted byte.
+  // The ranges of files that ReadPlaced reads, in its order. Runs with gaps of less than a page are
+  // one range, and so are those whose gaps `readers` processes with equal reads fill together. Many
+  // runs with larger gaps are left out. Errors as for Extents, and kDataLoss if no chunk has a
+  // wanted byte.
   struct FileStretch {
     std::uint32_t file = 0;
     ByteRange bytes;
   };
   Result<std::vector<FileStretch>> StretchesOf(const TensorEntry& tensor,
-                                               std::span<const PlacedBox> want) const;
+                                               std::span<const PlacedBox> want, int readers) const;
   // Whether a byte of a file is in the page cache; nullopt if that is unknown.
   std::optional<bool> IsCached(std::uint32_t file, std::uint64_t offset) const;
-  // Brings a unit of a file (base/fetch_pages.h) into the page cache. `scratch` is memory that may
-  // be used for that. Failures are left to the reads.
-  void Fetch(std::uint32_t file, std::uint64_t unit, std::vector<std::byte>& scratch) const;
+  // Brings a unit of a file into the page cache (File::Fetch).
+  bool Fetch(std::uint32_t file, ByteRange unit) const;
   // Maps the bytes that ReadBytes would copy. Returns ranges in order, at most kMaxMapped. Empty if
   // the bytes are not a few runs of mappable files, if a file is foreign (ForeignFiles), or if
   // `verify` requires comparing the bytes with hashes; the caller then reads. Pass the ranges to a
@@ -292,10 +292,6 @@ class OpenedCheckpoint {
   // The stored tensor of which `tensor` is another name; kNotFound if it is not whole.
   Result<TensorEntry> WholeSourceOf(const TensorEntry& tensor) const;
   std::size_t StartParts(const PlannedRead& planned, std::size_t first, ReadVerify verify) const;
-  // Brings what a read of 256 KiB to 32 MiB wants into the page cache, as far as it is known not to
-  // be there (prefetch.cc).
-  void FetchCold(const PlannedRead& planned) const;
-  static std::vector<FileStretch> StretchesOf(const PlannedRead& planned);
   // Reads all parts of a plan once. `once` is null unless `verify` is kOnce.
   Status ReadPlan(const TensorEntry& tensor, const PlannedRead& planned,
                   std::span<const PlacedBox> want, std::byte* base, ReadVerify verify,

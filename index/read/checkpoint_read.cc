@@ -369,7 +369,6 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   stats.bytes_wanted += planned.bytes;
   for (const PlacedBox& zeros : planned.zeros) FillWithZeros(zeros, base);
   const OpenedCheckpoint& stored = this->stored();
-  stored.FetchCold(planned);
   // Parts in coordinates of names have no digest of their own, so it is computed from what arrived.
   const bool of_parts = digest != nullptr && !planned.in_names;
   const auto read = [&](ReadVerify how, ProvingRead* once) {

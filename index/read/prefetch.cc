@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prefetcher of prefetch.h.
 //
-// Data are brought in units of a huge page: by each read for itself (FetchCold), and ahead of the
-// reads by a Prefetcher, window by window. Within a window each process begins
-// at another unit, so that processes that want the same data ask storage for different ones, and
-// find the others in the page cache when they come to them. Processes that want different data lose
-// nothing by it. A unit is brought whole if the reads want half of it; the other half is mostly
-// wanted by another process. What is wanted of other units is left to the reads.
+// Units are brought window by window. Within a window each process begins at another unit, so that
+// processes that want the same data ask storage for different ones, and find the others in the page
+// cache when they come to them. Processes that want different data lose nothing by it.
 #include "index/read/prefetch.h"
 
 #include <algorithm>
 #include <chrono>
 #include <utility>
 
+#include "base/checked.h"
 #include "base/fetch_pages.h"
 #include "index/read/file_cache.h"
 #include "index/read/planned_read.h"
@@ -22,56 +20,81 @@ namespace tensormount {
 namespace {
 
 constexpr std::size_t kWindowUnits = 32;
-// Gaps up to this size between wanted bytes are brought, too.
-constexpr std::uint64_t kMostGap = 64 * 1024;
-// Runs of a read with larger gaps that are brought one by one; more of them are left to the read.
+// Gaps up to this size between wanted bytes are in pages that are wanted.
+constexpr std::uint64_t kPageGap = 4096;
+// Runs of a read with larger gaps that are listed one by one; more of them are left out.
 constexpr std::uint64_t kMostRuns = 1024;
 constexpr std::size_t kFetchSamples = 8;
 // A unit that takes longer is worth another thread: storage answers slowly, and serves many.
 constexpr std::chrono::milliseconds kSlowUnit{2};
-// Size of a read that brings its own data before it begins. Larger ones would bring all of them
-// before they use the first; their callers split them if it matters.
-constexpr std::uint64_t kFewestFetched = kFetchUnitBytes / 8;
-constexpr std::uint64_t kMostFetched = 16 * kFetchUnitBytes;
-constexpr std::size_t kFetchBufferBytes = std::size_t{1} << 20;
 // Largest number of threads of all processes of a machine, and of one of them.
 constexpr int kMostFetchersHere = 32;
 constexpr int kMostFetchers = 8;
-constexpr int kFewestFetchers = 2;
+constexpr int kFewestFetchers = 1;
 constexpr std::chrono::milliseconds kFetchPoll{20};
 
 }  // namespace
 
 void FetchUnits::Add(const OpenedCheckpoint::FileStretch& stretch, std::size_t read) {
+  const std::uint64_t length = files_[stretch.file].length;
+  // A damaged index may have any offset; the read reports it.
+  if (stretch.bytes.size() == 0 ||
+      !RangeWithin(stretch.bytes.begin, stretch.bytes.size(), length)) {
+    return;
+  }
+  OpenStretch& open = open_[stretch.file];
+  if (stretch.bytes.begin < open.end || stretch.bytes.begin - open.end > kPageGap) {
+    EndStretch(stretch.file, open);
+  }
   for (std::uint64_t at = stretch.bytes.begin; at < stretch.bytes.end;) {
-    const std::uint64_t number = at / kFetchUnitBytes;
-    const std::uint64_t end = std::min(stretch.bytes.end, (number + 1) * kFetchUnitBytes);
-    if (last_.wanted == 0 || last_.file != stretch.file || last_.number != number) {
-      End();
-      last_ = {stretch.file, number, at, 0, read};
+    const std::uint64_t begin = at / kFetchUnitBytes * kFetchUnitBytes;
+    const ByteRange unit{begin, begin + std::min(kFetchUnitBytes, length - begin)};
+    const std::uint64_t end = std::min(stretch.bytes.end, unit.end);
+    if (open.last.wanted == 0 || open.last.bytes.begin != begin) {
+      EndUnit(open);
+      open.last = {stretch.file, unit, 0, read, read};
     }
-    last_.wanted += end - at;
-    last_.read = read;
+    open.last.wanted += end - at;
+    open.last.last_read = read;
     at = end;
   }
+  open.end = stretch.bytes.end;
+}
+
+void FetchUnits::EndUnit(OpenStretch& open) {
+  const std::uint64_t size = open.last.bytes.size();
+  if (open.last.wanted > 0 && open.last.wanted >= size - size / 8) {
+    open.held.push_back(open.last);
+    if (open.held.size() > kFollowingUnits) {
+      chosen_.push_back(open.held.front());
+      open.held.pop_front();
+    }
+  }
+  open.last = {};
+}
+
+void FetchUnits::EndStretch(std::uint32_t file, OpenStretch& open) {
+  EndUnit(open);
+  if (files_[file].length - open.end <= kPageGap) {
+    chosen_.insert(chosen_.end(), open.held.begin(), open.held.end());
+  }
+  open.held.clear();
 }
 
 void FetchUnits::End() {
-  if (last_.wanted == 0) return;
-  const std::uint64_t length = files_[last_.file].length;
-  const std::uint64_t begin = last_.number * kFetchUnitBytes;
-  const std::uint64_t bytes = std::min(kFetchUnitBytes, length - std::min(begin, length));
-  if (last_.wanted >= bytes / 2) complete_.push_back(last_);
-  last_ = {};
+  for (auto& [file, open] : open_) EndStretch(file, open);
+  open_.clear();
 }
 
 // Runs with small gaps are one stretch; other runs are stretches of their own.
-std::vector<OpenedCheckpoint::FileStretch> OpenedCheckpoint::StretchesOf(
-    const PlannedRead& planned) {
+Result<std::vector<OpenedCheckpoint::FileStretch>> OpenedCheckpoint::StretchesOf(
+    const TensorEntry& tensor, std::span<const PlacedBox> want, int readers) const {
   std::vector<FileStretch> stretches;
+  if (want.empty()) return stretches;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
   const auto add = [&](std::uint32_t file, std::uint64_t begin, std::uint64_t size) {
     if (!stretches.empty() && stretches.back().file == file &&
-        begin >= stretches.back().bytes.begin && begin <= stretches.back().bytes.end + kMostGap) {
+        begin >= stretches.back().bytes.begin && begin <= stretches.back().bytes.end + kPageGap) {
       stretches.back().bytes.end = std::max(stretches.back().bytes.end, begin + size);
     } else {
       stretches.push_back({file, {begin, begin + size}});
@@ -81,7 +104,10 @@ std::vector<OpenedCheckpoint::FileStretch> OpenedCheckpoint::StretchesOf(
     const std::uint32_t file = planned.chunks[part.chunk].file;
     const StridedCopy& copy = part.copy;
     if (copy.bytes() == 0) continue;
-    if (TouchesEach(copy, kMostGap)) {
+    // The other readers fill gaps of as many runs as they are.
+    const std::uint64_t gap =
+        std::max(kPageGap, copy.run * static_cast<std::uint64_t>(std::max(readers - 1, 0)));
+    if (TouchesEach(copy, gap + 1)) {
       add(file, static_cast<std::uint64_t>(copy.src_offset), copy.src_span());
     } else if (copy.runs() <= kMostRuns) {
       copy.ForEachRun([&](std::int64_t src, std::int64_t, std::uint64_t size) {
@@ -92,43 +118,16 @@ std::vector<OpenedCheckpoint::FileStretch> OpenedCheckpoint::StretchesOf(
   return stretches;
 }
 
-Result<std::vector<OpenedCheckpoint::FileStretch>> OpenedCheckpoint::StretchesOf(
-    const TensorEntry& tensor, std::span<const PlacedBox> want) const {
-  if (want.empty()) return std::vector<FileStretch>();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
-  return StretchesOf(planned);
-}
-
-void OpenedCheckpoint::FetchCold(const PlannedRead& planned) const {
-  if (planned.bytes < kFewestFetched || planned.bytes > kMostFetched) return;
-  FetchUnits units(index_->files());
-  for (const FileStretch& stretch : StretchesOf(planned)) units.Add(stretch, 0);
-  units.End();
-  std::vector<std::byte> scratch;
-  for (const FetchUnit& unit : units.complete()) {
-    if (!IsCached(unit.file, unit.first).value_or(true)) Fetch(unit.file, unit.number, scratch);
-  }
-}
-
 std::optional<bool> OpenedCheckpoint::IsCached(std::uint32_t file, std::uint64_t offset) const {
   if (source_) return source_->IsCached(file, offset);
   const auto open = files_->Open(*this, file);
   return open.ok() ? open.value()->file().IsCached(offset) : std::nullopt;
 }
 
-void OpenedCheckpoint::Fetch(std::uint32_t file, std::uint64_t unit,
-                             std::vector<std::byte>& scratch) const {
-  if (source_) return source_->Fetch(file, unit, scratch);
+bool OpenedCheckpoint::Fetch(std::uint32_t file, ByteRange unit) const {
+  if (source_) return source_->Fetch(file, unit);
   const auto open = files_->Open(*this, file);
-  if (!open.ok()) return;
-  std::uint64_t at = unit * kFetchUnitBytes;
-  const std::uint64_t end = std::min(at + kFetchUnitBytes, index_->files()[file].length);
-  if (at >= end || open.value()->file().Fetch(at, end - at)) return;
-  scratch.resize(kFetchBufferBytes);
-  for (; at < end; at += kFetchBufferBytes) {
-    const std::uint64_t size = std::min<std::uint64_t>(end - at, kFetchBufferBytes);
-    if (!open.value()->file().ReadAt(at, scratch.data(), size).ok()) return;
-  }
+  return open.ok() && open.value()->file().Fetch(unit.begin, unit.size());
 }
 
 Prefetcher::Prefetcher(const OpenedCheckpoint& checkpoint, std::vector<Read> reads,
@@ -156,7 +155,7 @@ bool Prefetcher::LooksCold(const OpenedCheckpoint& checkpoint, std::span<const R
   const std::size_t samples = std::min(kFetchSamples, reads.size());
   for (std::size_t i = 0; i < samples; ++i) {
     const Read& read = reads[i * reads.size() / samples];
-    const auto stretches = checkpoint.StretchesOf(*read.tensor, read.want);
+    const auto stretches = checkpoint.StretchesOf(*read.tensor, read.want, 1);
     if (!stretches.ok() || stretches.value().empty()) continue;
     const auto& stretch = stretches.value()[stretches.value().size() / 2];
     const std::uint64_t middle = stretch.bytes.begin + stretch.bytes.size() / 2;
@@ -170,13 +169,6 @@ bool Prefetcher::LooksCold(const OpenedCheckpoint& checkpoint, std::span<const R
     if (file.ok() && file.value()->ReadCached(middle, &byte, 1) == std::size_t{0}) return true;
   }
   return false;
-}
-
-void Prefetcher::Reached(std::size_t read) {
-  std::size_t before = reached_.load(std::memory_order_relaxed);
-  while (before < read && !reached_.compare_exchange_weak(before, read)) {
-  }
-  changed_.notify_all();
 }
 
 bool Prefetcher::Ends() const {
@@ -195,11 +187,9 @@ void Prefetcher::Work() {
   const int most =
       std::clamp(kMostFetchersHere / std::max(options_.readers, 1), kFewestFetchers, kMostFetchers);
   try {
-    std::vector<std::byte> scratch;
     while (const std::optional<FetchUnit> unit = Next()) {
-      if (checkpoint_.IsCached(unit->file, unit->first).value_or(false)) continue;
       const auto begin = std::chrono::steady_clock::now();
-      checkpoint_.Fetch(unit->file, unit->number, scratch);
+      Bring(*unit);
       if (std::chrono::steady_clock::now() - begin <= kSlowUnit) continue;
       const std::lock_guard lock(mutex_);
       if (!Ends() && threads_.size() < static_cast<std::size_t>(most)) StartThread();
@@ -209,21 +199,74 @@ void Prefetcher::Work() {
   }
 }
 
+void Prefetcher::Await(std::size_t read) {
+  std::size_t before = reached_.load(std::memory_order_relaxed);
+  while (before < read && !reached_.compare_exchange_weak(before, read)) {
+  }
+  while (const std::optional<FetchUnit> unit = NextFor(read)) Bring(*unit);
+}
+
+// Where the kernel or the file system does not do what FetchPages expects, nothing more is brought:
+// not even the read-ahead that serves the reads then should be disturbed.
+void Prefetcher::Bring(const FetchUnit& unit) {
+  const auto is_cached = [&](std::uint64_t offset) {
+    return checkpoint_.IsCached(unit.file, offset);
+  };
+  if (is_cached(unit.bytes.begin).value_or(false) && is_cached(unit.bytes.end - 1).value_or(false))
+    return;
+  if (!checkpoint_.Fetch(unit.file, unit.bytes) || !is_cached(unit.bytes.begin).value_or(true)) {
+    ended_ = true;
+  }
+}
+
+// The next unit for a thread of this object; waits until the reader is near enough.
 std::optional<FetchUnit> Prefetcher::Next() {
   std::unique_lock lock(mutex_);
   while (!Ends()) {
-    if (taken_ < window_.size()) {
-      const std::size_t first = window_.size() * static_cast<std::size_t>(options_.reader) /
-                                static_cast<std::size_t>(options_.readers);
-      const FetchUnit& unit = window_[(first + taken_++) % window_.size()];
-      if (unit.read >= reached_.load()) return unit;
-    } else if (units_.complete().empty() && planned_ == reads_.size()) {
-      break;
-    } else if (MayFillWindow()) {
+    const std::size_t first = window_.size() * static_cast<std::size_t>(options_.reader) /
+                              static_cast<std::size_t>(options_.readers);
+    if (std::optional<FetchUnit> unit = Take(first, reads_.size())) return unit;
+    if (units_.chosen().empty() && planned_ == reads_.size()) break;
+    if (MayFillWindow()) {
       FillWindow();
     } else {
       changed_.wait_for(lock, kFetchPoll);
     }
+  }
+  return std::nullopt;
+}
+
+// A unit that `read` wants and no thread has. Never waits.
+std::optional<FetchUnit> Prefetcher::NextFor(std::size_t read) {
+  const std::lock_guard lock(mutex_);
+  if (Ends()) return std::nullopt;
+  // Of those that it wants, each process begins with another one.
+  const auto mine = [&](std::size_t wanted) {
+    return wanted * static_cast<std::size_t>(options_.reader) /
+           static_cast<std::size_t>(options_.readers);
+  };
+  std::size_t wanted = 0;
+  while (wanted < window_.size() && window_[wanted].first_read <= read) ++wanted;
+  if (std::optional<FetchUnit> unit = Take(mine(wanted), read)) return unit;
+  PlanAhead(read);
+  std::deque<FetchUnit>& chosen = units_.chosen();
+  for (wanted = 0; wanted < chosen.size() && chosen[wanted].first_read <= read;) ++wanted;
+  if (wanted == 0) return std::nullopt;
+  const auto at = chosen.begin() + static_cast<std::ptrdiff_t>(mine(wanted));
+  const FetchUnit unit = *at;
+  chosen.erase(at);
+  handed_out_ += kFetchUnitBytes;
+  return unit;
+}
+
+// Takes a unit of the window, from number `first` on and then from the begin, whose first read is
+// at most `most_read`, and which is not read already.
+std::optional<FetchUnit> Prefetcher::Take(std::size_t first, std::size_t most_read) {
+  for (std::size_t i = 0; i < window_.size(); ++i) {
+    const std::size_t at = (first + i) % window_.size();
+    if (taken_[at] || window_[at].first_read > most_read) continue;
+    taken_[at] = true;
+    if (window_[at].last_read >= reached_.load()) return window_[at];
   }
   return std::nullopt;
 }
@@ -235,24 +278,40 @@ bool Prefetcher::MayFillWindow() const {
 }
 
 void Prefetcher::FillWindow() {
-  window_.clear();
-  taken_ = 0;
-  std::deque<FetchUnit>& pending = units_.complete();
-  while (window_.size() < kWindowUnits) {
-    while (pending.empty() && planned_ < reads_.size()) {
-      const Read& read = reads_[planned_];
-      const auto stretches = checkpoint_.StretchesOf(*read.tensor, read.want);
-      if (stretches.ok()) {
-        for (const auto& stretch : stretches.value()) units_.Add(stretch, planned_);
-      }
-      if (++planned_ == reads_.size()) units_.End();
-      ends_.push_back(handed_out_ + kFetchUnitBytes * pending.size());
-    }
-    if (pending.empty()) break;
-    handed_out_ += kFetchUnitBytes;
-    window_.push_back(pending.front());
-    pending.pop_front();
+  PlanAhead(0);
+  std::deque<FetchUnit>& chosen = units_.chosen();
+  const auto count = static_cast<std::ptrdiff_t>(std::min(chosen.size(), kWindowUnits));
+  window_.assign(chosen.begin(), chosen.begin() + count);
+  taken_.assign(window_.size(), false);
+  chosen.erase(chosen.begin(), chosen.begin() + count);
+  handed_out_ += kFetchUnitBytes * window_.size();
+}
+
+// Plans reads up to number `read`, and on until the units of a window are known.
+void Prefetcher::PlanAhead(std::size_t read) {
+  const std::deque<FetchUnit>& chosen = units_.chosen();
+  while (planned_ < reads_.size() && (planned_ <= read || chosen.size() < kWindowUnits)) {
+    AddUnitsOf(planned_);
+    if (++planned_ == reads_.size()) units_.End();
+    ends_.push_back(handed_out_ + kFetchUnitBytes * chosen.size());
   }
+}
+
+void Prefetcher::AddUnitsOf(std::size_t number) {
+  const Read& read = reads_[number];
+  std::vector<PlacedBox> all;
+  if (read.all_here) {
+    // Several reads of one process may want parts of a tensor.
+    if (number > 0 && reads_[number - 1].all_here && reads_[number - 1].tensor == read.tensor) {
+      return;
+    }
+    const Dims byte_shape = ByteShape(read.tensor->meta.dtype(), read.tensor->meta.shape());
+    all = PlacePacked(Region(Box::Whole(byte_shape)), 0);
+  }
+  const auto stretches = checkpoint_.StretchesOf(
+      *read.tensor, read.all_here ? std::span<const PlacedBox>(all) : read.want, options_.readers);
+  if (!stretches.ok()) return;
+  for (const auto& stretch : stretches.value()) units_.Add(stretch, number);
 }
 
 }  // namespace tensormount

@@ -7,41 +7,56 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "base/byte_range.h"
 #include "base/thread.h"
 #include "index/read/checkpoint.h"
 
 namespace tensormount {
 
-// A unit of a file (base/fetch_pages.h) of which reads want at least half.
+// A unit of a file (base/fetch_pages.h) that reads want.
 struct FetchUnit {
   std::uint32_t file = 0;
-  std::uint64_t number = 0;
-  std::uint64_t first = 0;   // Offset in the file of the first wanted byte.
-  std::uint64_t wanted = 0;  // Bytes that the reads want.
-  std::size_t read = 0;      // The last read that wants some.
+  ByteRange bytes;             // As far as the file goes.
+  std::uint64_t wanted = 0;    // Bytes that the reads want.
+  std::size_t first_read = 0;  // The first and the last read that want some.
+  std::size_t last_read = 0;
 };
 
-// Collects the units of stretches that are added in the order of files.
+// Chooses the units that are worth bringing, from stretches that are added in the order of reads.
+// After such a unit the kernel reads some megabytes ahead (docs/performance.md, "From storage"), so
+// a unit is chosen if nearly all of it is wanted, and the next kFollowingUnits of the file, too, or
+// all that follows.
 class FetchUnits {
  public:
+  static constexpr std::size_t kFollowingUnits = 4;
   // `files` must outlive the result.
   explicit FetchUnits(const std::vector<FileRecord>& files) : files_(files) {}
   void Add(const OpenedCheckpoint::FileStretch& stretch, std::size_t read);
-  // Completes the last unit, to which no more stretches will be added.
+  // Nothing will be added.
   void End();
-  // The units so far; the caller may remove some.
-  std::deque<FetchUnit>& complete() { return complete_; }
+  // The chosen units so far, by file in order; the caller may remove some.
+  std::deque<FetchUnit>& chosen() { return chosen_; }
 
  private:
+  // The last stretch of a file, which may grow.
+  struct OpenStretch {
+    FetchUnit last;  // Its last unit.
+    std::uint64_t end = 0;
+    std::deque<FetchUnit> held;  // Units that wait for those that follow.
+  };
+  void EndUnit(OpenStretch& open);
+  void EndStretch(std::uint32_t file, OpenStretch& open);
+
   const std::vector<FileRecord>& files_;
-  FetchUnit last_;
-  std::deque<FetchUnit> complete_;
+  std::map<std::uint32_t, OpenStretch> open_;  // By file.
+  std::deque<FetchUnit> chosen_;
 };
 
 // Brings the data of coming reads from storage into the page cache, in huge pages, on threads of
@@ -54,6 +69,8 @@ class Prefetcher {
   struct Read {
     const TensorEntry* tensor = nullptr;
     std::span<const PlacedBox> want;
+    // Whether the processes of this machine together read all of the tensor, as far as is known.
+    bool all_here = false;
   };
   struct Options {
     // The number of this process among `readers` processes of this machine that make such reads.
@@ -77,15 +94,20 @@ class Prefetcher {
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
 
-  // The reader begins the read with this number. Thread-safe, never waits.
-  void Reached(std::size_t read);
+  // Call it before a read. Brings those of its data that no thread brings yet. Thread-safe.
+  void Await(std::size_t read);
 
  private:
   void StartThread();
   void Work();
+  void Bring(const FetchUnit& unit);
   std::optional<FetchUnit> Next();
+  std::optional<FetchUnit> NextFor(std::size_t read);
+  std::optional<FetchUnit> Take(std::size_t first, std::size_t most_read);
   bool MayFillWindow() const;
   void FillWindow();
+  void PlanAhead(std::size_t read);
+  void AddUnitsOf(std::size_t read);
   bool Ends() const;
 
   const OpenedCheckpoint& checkpoint_;
@@ -101,8 +123,8 @@ class Prefetcher {
   std::vector<std::uint64_t> ends_;  // By planned read: bytes of all units up to its end.
   std::uint64_t handed_out_ = 0;     // Bytes of the units of all windows so far.
   FetchUnits units_;                 // Those that are in no window yet.
-  std::vector<FetchUnit> window_;    // Units that are being brought.
-  std::size_t taken_ = 0;            // Units of the window that a thread has taken.
+  std::vector<FetchUnit> window_;    // Units that are being brought, in order.
+  std::vector<bool> taken_;          // By unit of the window: whether a thread has it.
 };
 
 }  // namespace tensormount

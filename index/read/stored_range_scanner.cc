@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "base/checked.h"
-#include "base/fetch_pages.h"
 #include "shard/box_access.h"
 #include "shard/chunk_accumulator.h"
 #include "shard/strided_digest.h"
@@ -78,8 +77,7 @@ class StoredRangeScanner::Window {
         offset_(offset),
         length_(length),
         progress_(progress),
-        findings_(findings),
-        fetched_until_(offset) {}
+        findings_(findings) {}
 
   // Memory of bytes [begin, end) of the range. Valid until the next call. The window only moves
   // forward; if strides cross each other, bytes before it are read again into reread_.
@@ -134,21 +132,7 @@ class StoredRangeScanner::Window {
     return Status();
   }
 
-  // Brings the units of the file that begin before `until` into the page cache, as far as the range
-  // has half of them.
-  void FetchUntil(std::uint64_t until) {
-    while (fetched_until_ < until) {
-      const std::uint64_t first = fetched_until_;
-      const std::uint64_t unit = first / kFetchUnitBytes * kFetchUnitBytes;
-      const std::uint64_t end = std::min(unit + kFetchUnitBytes, offset_ + length_);
-      fetched_until_ = unit + kFetchUnitBytes;
-      if (end - std::min(first, end) < kFetchUnitBytes / 2) continue;
-      if (!file_.IsCached(first).value_or(true)) (void)file_.Fetch(unit, end - unit);
-    }
-  }
-
   Status ReadAt(std::uint64_t at, std::byte* out, std::uint64_t size) {
-    FetchUntil(offset_ + at + size);
     const Result<std::size_t> got = file_.ReadAt(offset_ + at, out, size);
     if (got.ok() && got.value() == size) return Status();
     const std::uint64_t there = got.ok() ? got.value() : ReadablePart(at, out, size);
@@ -177,8 +161,6 @@ class StoredRangeScanner::Window {
   const Progress& progress_;
   Findings& findings_;
   ChunkAccumulator accumulator_;
-  // Offset in the file up to which units were looked at.
-  std::uint64_t fetched_until_ = 0;
   // The buffer holds bytes [begin_, hashed_) of the range.
   std::uint64_t begin_ = 0;
   std::uint64_t hashed_ = 0;

@@ -18,7 +18,6 @@ namespace {
 // Number of bytes for which a thread pays off. Starting a thread takes some tens of microseconds,
 // reading this many bytes a millisecond.
 constexpr std::uint64_t kBytesOfAThread = std::uint64_t{4} << 20;
-constexpr std::uint64_t kBytesOfAShare = std::uint64_t{16} << 20;
 // A shorter run costs as much as this many bytes, because each run needs a page of its own.
 constexpr std::uint64_t kRunBytes = 4096;
 // Largest number of threads if the caller gives none. More gain nothing on one machine's storage
@@ -42,16 +41,13 @@ int AxisToCut(const Box& box, int axes, std::size_t shares) {
   return best;
 }
 
-// Splits each box into `shares` parts, or into fewer, but at least `readers`, if the axis is
-// shorter.
 std::vector<std::vector<PlacedBox>> SplitIntoShares(std::span<const PlacedBox> want, int axes,
-                                                    std::size_t readers, std::size_t shares) {
+                                                    std::size_t shares) {
   std::vector<std::vector<PlacedBox>> shared(shares);
   for (const PlacedBox& placed : want) {
-    const int axis = AxisToCut(placed.box, axes, readers);
+    const int axis = AxisToCut(placed.box, axes, shares);
     const std::int64_t extent = placed.box.extent(axis);
-    const auto n =
-        std::clamp(extent, static_cast<std::int64_t>(readers), static_cast<std::int64_t>(shares));
+    const auto n = static_cast<std::int64_t>(shares);
     std::int64_t at = 0;
     for (std::int64_t i = 0; i < n; ++i) {
       const std::int64_t here = extent / n + (i < extent % n ? 1 : 0);
@@ -86,21 +82,18 @@ Status ReadPlacedByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry
                            std::span<const PlacedBox> want, std::byte* base, ReadVerify verify,
                            int threads) {
   const Dims byte_shape = ByteShape(tensor.meta.dtype(), tensor.meta.shape());
-  const std::uint64_t cost = CostOf(want, byte_shape);
-  const std::size_t readers = SharesFor(cost, threads);
-  // Reads of this size bring their own data from storage (OpenedCheckpoint::FetchCold).
-  const std::size_t shares = std::max<std::size_t>(readers, cost / kBytesOfAShare);
+  const std::size_t shares = SharesFor(CostOf(want, byte_shape), threads);
   ReadStats stats;
   if (shares == 1) return checkpoint.ReadPlaced(tensor, want, base, verify, stats, nullptr);
   // If elements are whole bytes, the last axis counts the bytes of an element. It is not cut, so
   // that elements stay together.
   const int axes = tensor.meta.bits() % 8 == 0 ? byte_shape.rank() - 1 : byte_shape.rank();
   const std::vector<std::vector<PlacedBox>> shared =
-      SplitIntoShares(want, std::max(axes, 1), readers, shares);
+      SplitIntoShares(want, std::max(axes, 1), shares);
   TENSORMOUNT_RETURN_IF_ERROR(checkpoint.Prepare(tensor));
   struct Nothing {};
   return ForEachParallel<Nothing>(
-      shares, static_cast<int>(readers), [&](std::size_t i, Nothing&) -> Status {
+      shares, static_cast<int>(shares), [&](std::size_t i, Nothing&) -> Status {
         ReadStats of_share;
         return checkpoint.ReadPlaced(tensor, shared[i], base, verify, of_share, nullptr);
       });

@@ -345,12 +345,13 @@ Status Store::ReadListings(const std::vector<std::string>& names, const Look& lo
   out.assign(names.size(), {});
   const std::size_t alone = std::min(names.size(), kLooksAlone);
   const Clock::time_point begin = Clock::now();
-  for (std::size_t i = 0; i < alone; ++i) out[i] = look(i);
+  // The last ones, which a save mostly has to read.
+  for (std::size_t i = names.size() - alone; i < names.size(); ++i) out[i] = look(i);
   const Clock::duration each = (Clock::now() - begin) / std::max<std::size_t>(alone, 1);
   struct Nothing {};
   TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Nothing>(
       names.size() - alone, LookThreads(names.size() - alone, each), [&](std::size_t i, Nothing&) {
-        out[alone + i] = look(alone + i);
+        out[i] = look(i);
         return Status();
       }));
   // Entries that exceeded the limit of open files during the parallel reads are read again, one by
@@ -614,11 +615,15 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
     staging.base = staging.parent;
     staging.base_name = staging.parent_name;
   } else if (base == BaseChoice::kNamed) {
+    const auto missing = [&] {
+      return Status(Code::kNotFound, CheckpointPath(base_name) + ": no such checkpoint");
+    };
+    if (!CheckCheckpointName(base_name).ok()) return missing();
     const Result<FileInfo> there = fs_->LinkStat(CheckpointPath(base_name));
     const CheckpointListing found = FindListing(base_name);
-    if (!CheckCheckpointName(base_name).ok() || found.problem.code() == Code::kNotFound ||
+    if (found.problem.code() == Code::kNotFound ||
         (there.ok() && there.value().kind != FileKind::kDirectory)) {
-      return Status(Code::kNotFound, CheckpointPath(base_name) + ": no such checkpoint");
+      return missing();
     }
     if (found.state == CheckpointListing::State::kNoCheckpoint) {
       return Status(Code::kNotFound, found.problem.message());

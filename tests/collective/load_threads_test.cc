@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
 #include <cstring>
+#include <fcntl.h>
 #include <filesystem>
 #include <string>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,40 @@
 
 namespace tensormount {
 namespace {
+
+// The data are not in the page cache: large targets are then read in parts, each when its data are
+// brought, and ranks begin with different ones. In the same state as LoadIsExact..., and in files
+// of the ranks.
+TEST(Load, ColdDataLoadTheSame) {
+  TempDir dir;
+  const std::vector<GlobalTensor> tensors = {
+      MakeGlobal("wide", DType::kU8, {6'000, 7'000}), MakeGlobal("a", DType::kU16, {1200, 1100}),
+      MakeGlobal("b", DType::kU8, {5'000'000}), MakeGlobal("small", DType::kU16, {3, 10})};
+  for (const PlacementRule placement : {PlacementRule::kTensorFile, PlacementRule::kRankShard}) {
+    SaveOptions options;
+    options.placement = placement;
+    const std::string path = dir.Join("store/step" + std::to_string(static_cast<int>(placement)));
+    ASSERT_OK(SaveByRule(path, tensors, "rows", 2, options));
+    for (const auto& [rule, ranks] : std::vector<std::pair<const char*, int>>{
+             {"rows", 1}, {"rows", 2}, {"cols", 3}, {"flat", 2}, {"replicate", 2}}) {
+      for (const LoadVerify verify : {LoadVerify::kAuto, LoadVerify::kOff, LoadVerify::kEnd}) {
+        for (const std::string& file : DataFiles(path)) {
+          const int fd = open(file.c_str(), O_RDONLY);
+          ASSERT_GE(fd, 0);
+          ASSERT_EQ(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
+          close(fd);
+        }
+        LoadOptions load;
+        load.path = LoadPath::kDirect;
+        load.verify = verify;
+        load.threads = 2;
+        const auto wishes = WishesByRule(tensors, rule, ranks);
+        EXPECT_EQ(WhatIsWrong(tensors, wishes, LoadWishes(path, tensors, wishes, load)), "")
+            << rule << " of " << ranks;
+      }
+    }
+  }
+}
 
 // Large tensors and many small ones, whole, in columns and converted: the same bytes however many
 // threads read them, the same sums, and damage is found by any of them.

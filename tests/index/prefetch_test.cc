@@ -20,6 +20,7 @@ namespace {
 
 using std::chrono::milliseconds;
 using testing::ElementsAre;
+using testing::IsEmpty;
 using testing::SizeIs;
 
 constexpr std::uint64_t kUnit = kFetchUnitBytes;
@@ -30,37 +31,67 @@ FileRecord FileOfLength(std::uint64_t length) {
   return file;
 }
 
-std::vector<std::pair<std::uint32_t, std::uint64_t>> NumbersOf(FetchUnits& units) {
-  std::vector<std::pair<std::uint32_t, std::uint64_t>> numbers;
-  for (const FetchUnit& unit : units.complete()) numbers.emplace_back(unit.file, unit.number);
+using Numbers = std::vector<std::pair<std::uint32_t, std::uint64_t>>;  // File, number of the unit.
+
+Numbers NumbersOf(FetchUnits& units) {
+  Numbers numbers;
+  for (const FetchUnit& unit : units.chosen()) {
+    numbers.emplace_back(unit.file, unit.bytes.begin / kUnit);
+  }
   return numbers;
 }
 
-TEST(FetchUnits, UnitsOfWhichHalfIsWantedAreBrought) {
-  const std::vector<FileRecord> files = {FileOfLength(4 * kUnit + 1000), FileOfLength(kUnit)};
+TEST(FetchUnits, WholeFilesAreChosenInParts) {
+  const std::vector<FileRecord> files = {FileOfLength(2 * kUnit + 1000), FileOfLength(100)};
   FetchUnits units(files);
-  units.Add({0, {kUnit / 2, kUnit}}, 0);              // Just half of unit 0.
-  units.Add({0, {kUnit, kUnit + kUnit / 2 - 1}}, 1);  // One byte too little of unit 1.
-  units.Add({0, {2 * kUnit, 2 * kUnit + 10}}, 2);     // Unit 2 in many parts.
-  units.Add({0, {2 * kUnit + 500, 3 * kUnit - 500}}, 3);
-  units.Add({0, {4 * kUnit, 4 * kUnit + 500}}, 4);  // Half of the last one.
-  units.Add({1, {0, kUnit / 4}}, 5);                // A quarter.
+  units.Add({0, {32, kUnit + 7}}, 0);  // Behind a small header.
+  units.Add({1, {0, 100}}, 1);
+  units.Add({0, {kUnit + 64, 2 * kUnit + 1000}}, 2);  // Behind a gap within a page.
+  EXPECT_THAT(units.chosen(), IsEmpty());
   units.End();
-  EXPECT_THAT(NumbersOf(units),
-              ElementsAre(std::pair(0u, 0u), std::pair(0u, 2u), std::pair(0u, 4u)));
-  EXPECT_EQ(units.complete()[1].first, 2 * kUnit);
-  EXPECT_EQ(units.complete()[1].wanted, kUnit - 990);
-  EXPECT_EQ(units.complete()[1].read, 3u);
+  EXPECT_THAT(NumbersOf(units), ElementsAre(std::pair(0u, 0u), std::pair(0u, 1u), std::pair(0u, 2u),
+                                            std::pair(1u, 0u)));
+  EXPECT_EQ(units.chosen()[1].first_read, 0u);
+  EXPECT_EQ(units.chosen()[1].last_read, 2u);
+  EXPECT_EQ(units.chosen()[1].wanted, kUnit - 57);
+  EXPECT_EQ(units.chosen()[2].bytes.size(), 1000u);
 }
 
-TEST(FetchUnits, AStretchIsCutIntoItsUnits) {
-  const std::vector<FileRecord> files = {FileOfLength(10 * kUnit)};
+// Behind a unit the kernel reads on, so none is chosen near the end of what is wanted.
+TEST(FetchUnits, UnitsBeforeUnwantedBytesAreNotChosen) {
+  const std::vector<FileRecord> files = {FileOfLength(100 * kUnit)};
   FetchUnits units(files);
-  units.Add({0, {100, 3 * kUnit + 100}}, 7);
-  EXPECT_THAT(units.complete(), SizeIs(3));  // The last one may grow.
+  units.Add({0, {10 * kUnit, 16 * kUnit}}, 0);
+  units.Add({0, {20 * kUnit, 24 * kUnit}}, 1);
+  units.Add({0, {30 * kUnit, 36 * kUnit - kUnit / 2}}, 2);
+  units.Add({0, {95 * kUnit, 100 * kUnit}}, 3);
   units.End();
-  EXPECT_THAT(NumbersOf(units),
-              ElementsAre(std::pair(0u, 0u), std::pair(0u, 1u), std::pair(0u, 2u)));
+  EXPECT_THAT(
+      NumbersOf(units),
+      ElementsAre(std::pair(0u, 10u), std::pair(0u, 11u), std::pair(0u, 30u), std::pair(0u, 95u),
+                  std::pair(0u, 96u), std::pair(0u, 97u), std::pair(0u, 98u), std::pair(0u, 99u)));
+}
+
+TEST(FetchUnits, FilesInTurnsAreStretchesOfTheirOwn) {
+  const std::vector<FileRecord> files = {FileOfLength(4 * kUnit), FileOfLength(4 * kUnit)};
+  FetchUnits units(files);
+  for (std::uint64_t i = 0; i < 8; ++i) {
+    for (const std::uint32_t file : {0u, 1u}) {
+      units.Add({file, {i * kUnit / 2, (i + 1) * kUnit / 2}}, i);
+    }
+  }
+  units.End();
+  EXPECT_THAT(units.chosen(), SizeIs(8));
+}
+
+TEST(FetchUnits, StretchesOutsideTheFileAreIgnored) {
+  const std::vector<FileRecord> files = {FileOfLength(4 * kUnit)};
+  FetchUnits units(files);
+  units.Add({0, {UINT64_MAX - kUnit, UINT64_MAX - 5}}, 0);
+  units.Add({0, {3 * kUnit, 5 * kUnit}}, 0);
+  units.Add({0, {kUnit, kUnit}}, 0);
+  units.End();
+  EXPECT_THAT(units.chosen(), IsEmpty());
 }
 
 class PrefetchTest : public testing::Test {
@@ -113,20 +144,24 @@ class PrefetchTest : public testing::Test {
 TEST_F(PrefetchTest, StretchesAreTheRangesOfAReadWithItsSmallGaps) {
   constexpr std::int64_t kColumns = 200'000;
   ASSERT_NO_FATAL_FAILURE(Build(10, kColumns));
-  const auto stretches = [&](const Dims& begin, const Dims& extent) {
+  const auto stretches = [&](const Dims& begin, const Dims& extent, int readers) {
     std::vector<std::pair<std::uint64_t, std::uint64_t>> out;
-    const auto found = opened_->StretchesOf(entry_, Boxes(begin, extent));
+    const auto found = opened_->StretchesOf(entry_, Boxes(begin, extent), readers);
     EXPECT_OK(found);
     for (const auto& one : found.value()) out.emplace_back(one.bytes.begin, one.bytes.end);
     return out;
   };
-  EXPECT_THAT(stretches({2, 0}, {3, kColumns}),
+  EXPECT_THAT(stretches({2, 0}, {3, kColumns}, 1),
               ElementsAre(std::pair(32 + 2 * kColumns, 32 + 5 * kColumns)));
-  // Gaps of 20,000 bytes are read, too; those of 150,000 are not.
-  EXPECT_THAT(stretches({0, 10'000}, {2, 180'000}),
-              ElementsAre(std::pair(32 + 10'000, 32 + kColumns + 190'000)));
+  // A gap of 4,000 bytes is within a page; one of 5,000 is not.
+  EXPECT_THAT(stretches({0, 4'000}, {2, kColumns - 4'000}, 1),
+              ElementsAre(std::pair(32 + 4'000, 32 + 2 * kColumns)));
+  EXPECT_THAT(stretches({0, 5'000}, {2, kColumns - 5'000}, 1), SizeIs(2));
+  // Four readers of a quarter each fill the gaps, three do not.
+  EXPECT_THAT(stretches({0, 0}, {2, 50'000}, 4),
+              ElementsAre(std::pair(32, 32 + kColumns + 50'000)));
   EXPECT_THAT(
-      stretches({0, 0}, {2, 50'000}),
+      stretches({0, 0}, {2, 50'000}, 3),
       ElementsAre(std::pair(32, 32 + 50'000), std::pair(32 + kColumns, 32 + kColumns + 50'000)));
 }
 
@@ -138,7 +173,7 @@ TEST_F(PrefetchTest, ColdDataAreBroughtWithinTheLead) {
   std::vector<std::vector<PlacedBox>> wanted;
   for (std::int64_t row = 0; row < kRows; ++row) wanted.push_back(Rows(row, 1));
   std::vector<Prefetcher::Read> reads;
-  for (const std::vector<PlacedBox>& want : wanted) reads.push_back({&entry_, want});
+  for (const std::vector<PlacedBox>& want : wanted) reads.push_back({&entry_, want, false});
   std::string got(bytes_.size(), '?');
   ASSERT_OK(opened_->ReadBytes(entry_, 0, got.data(), got.size(), ReadVerify::kOff, nullptr));
   EXPECT_FALSE(Prefetcher::LooksCold(*opened_, reads));
@@ -150,10 +185,10 @@ TEST_F(PrefetchTest, ColdDataAreBroughtWithinTheLead) {
     for (const std::int64_t row : {0, 20, 40, 62}) EXPECT_TRUE(CachedSoon(row * kRow)) << row;
     std::this_thread::sleep_for(milliseconds(100));
     EXPECT_FALSE(Cached((kRows - 1) * kRow)) << "nothing told it that the reader came nearer";
-    prefetcher.Reached(kRows / 2);
+    prefetcher.Await(kRows / 2);
     std::this_thread::sleep_for(milliseconds(100));
     EXPECT_FALSE(Cached((kRows - 1) * kRow));
-    prefetcher.Reached(70);
+    prefetcher.Await(90);
     EXPECT_TRUE(CachedSoon((kRows - 1) * kRow));
   }
   ASSERT_OK(
@@ -161,16 +196,13 @@ TEST_F(PrefetchTest, ColdDataAreBroughtWithinTheLead) {
   EXPECT_TRUE(got == bytes_);
 }
 
-TEST_F(PrefetchTest, AReadBringsItsOwnData) {
+TEST_F(PrefetchTest, ReadersOfOneMachineBringAllThatTheyWantTogether) {
   ASSERT_NO_FATAL_FAILURE(Build(16, 1 << 20));
   if (!Drop()) GTEST_SKIP() << "files of this file system cannot leave the page cache";
-  // From within unit 1 to within unit 2 of the file: more than half of both.
-  constexpr std::uint64_t kFirst = (3 << 20) - 64;
-  std::string got((2 << 20) + 64, '?');
-  ASSERT_OK(opened_->ReadBytes(entry_, kFirst, got.data(), got.size(), ReadVerify::kOff, nullptr));
-  EXPECT_TRUE(got == bytes_.substr(kFirst, got.size()));
-  EXPECT_TRUE(Cached(2 << 20));
-  EXPECT_TRUE(Cached((6 << 20) - 100));
+  const std::vector<PlacedBox> want = Rows(0, 4);
+  Prefetcher prefetcher(*opened_, {{&entry_, want, true}}, {.reader = 3, .readers = 4});
+  prefetcher.Await(0);
+  for (std::int64_t row = 0; row < 16; ++row) EXPECT_TRUE(CachedSoon(row << 20)) << row;
 }
 
 TEST_F(PrefetchTest, EndsWhenTheLoadIsCancelled) {
@@ -178,7 +210,10 @@ TEST_F(PrefetchTest, EndsWhenTheLoadIsCancelled) {
   const std::vector<PlacedBox> want = Rows(0, 32);
   std::atomic<bool> cancel{true};
   const auto begin = std::chrono::steady_clock::now();
-  { Prefetcher prefetcher(*opened_, {{&entry_, want}}, {.cancel = &cancel}); }
+  {
+    Prefetcher prefetcher(*opened_, {{&entry_, want, false}},
+                          {.reader = 0, .readers = 1, .cancel = &cancel});
+  }
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
 }
 
