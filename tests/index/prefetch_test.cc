@@ -188,7 +188,7 @@ TEST_F(PrefetchTest, ColdDataAreBroughtWithinTheLead) {
     prefetcher.Await(kRows / 2);
     std::this_thread::sleep_for(milliseconds(100));
     EXPECT_FALSE(Cached((kRows - 1) * kRow));
-    prefetcher.Await(90);
+    prefetcher.Await(kRows - 1);
     EXPECT_TRUE(CachedSoon((kRows - 1) * kRow));
   }
   ASSERT_OK(
