@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 #include <utility>
 
 #include "base/checked.h"
@@ -297,21 +298,27 @@ void Prefetcher::PlanAhead(std::size_t read) {
   }
 }
 
+// Of data that only other processes want, those are brought that are in the same files: a file that
+// this process does not need may be one that cannot be read.
 void Prefetcher::AddUnitsOf(std::size_t number) {
   const Read& read = reads_[number];
-  std::vector<PlacedBox> all;
-  if (read.all_here) {
-    // Several reads of one process may want parts of a tensor.
-    if (number > 0 && reads_[number - 1].all_here && reads_[number - 1].tensor == read.tensor) {
-      return;
-    }
-    const Dims byte_shape = ByteShape(read.tensor->meta.dtype(), read.tensor->meta.shape());
-    all = PlacePacked(Region(Box::Whole(byte_shape)), 0);
+  const auto wanted = checkpoint_.StretchesOf(*read.tensor, read.want, options_.readers);
+  if (!wanted.ok()) return;
+  if (!read.all_here) {
+    for (const auto& stretch : wanted.value()) units_.Add(stretch, number);
+    return;
   }
-  const auto stretches = checkpoint_.StretchesOf(
-      *read.tensor, read.all_here ? std::span<const PlacedBox>(all) : read.want, options_.readers);
-  if (!stretches.ok()) return;
-  for (const auto& stretch : stretches.value()) units_.Add(stretch, number);
+  // Several reads of one process may want parts of a tensor.
+  if (number > 0 && reads_[number - 1].all_here && reads_[number - 1].tensor == read.tensor) return;
+  std::set<std::uint32_t> files;
+  for (const auto& stretch : wanted.value()) files.insert(stretch.file);
+  const Dims byte_shape = ByteShape(read.tensor->meta.dtype(), read.tensor->meta.shape());
+  const std::vector<PlacedBox> whole = PlacePacked(Region(Box::Whole(byte_shape)), 0);
+  const auto all = checkpoint_.StretchesOf(*read.tensor, whole, options_.readers);
+  if (!all.ok()) return;
+  for (const auto& stretch : all.value()) {
+    if (files.contains(stretch.file)) units_.Add(stretch, number);
+  }
 }
 
 }  // namespace tensormount
