@@ -25,6 +25,8 @@ constexpr std::size_t kWindowUnits = 32;
 constexpr std::uint64_t kPageGap = 4096;
 // Runs of a read with larger gaps that are listed one by one; more of them are left out.
 constexpr std::uint64_t kMostRuns = 1024;
+// Reads that are planned beyond the one that the reader has reached: tiny ones may want no unit.
+constexpr std::size_t kMostPlannedAhead = 4096;
 constexpr std::size_t kFetchSamples = 8;
 // A unit that takes longer is worth another thread: storage answers slowly, and serves many.
 constexpr std::chrono::milliseconds kSlowUnit{2};
@@ -228,11 +230,9 @@ std::optional<FetchUnit> Prefetcher::Next() {
                               static_cast<std::size_t>(options_.readers);
     if (std::optional<FetchUnit> unit = Take(first, reads_.size())) return unit;
     if (units_.chosen().empty() && planned_ == reads_.size()) break;
-    if (MayFillWindow()) {
-      FillWindow();
-    } else {
-      changed_.wait_for(lock, kFetchPoll);
-    }
+    // No window: the reads that may be planned now want no units.
+    if (MayFillWindow() && FillWindow()) continue;
+    changed_.wait_for(lock, kFetchPoll);
   }
   return std::nullopt;
 }
@@ -278,20 +278,22 @@ bool Prefetcher::MayFillWindow() const {
   return reached >= planned_ || handed_out_ < ends_[reached] + options_.lead_bytes;
 }
 
-void Prefetcher::FillWindow() {
-  PlanAhead(0);
+bool Prefetcher::FillWindow() {
+  PlanAhead(reached_.load());
   std::deque<FetchUnit>& chosen = units_.chosen();
   const auto count = static_cast<std::ptrdiff_t>(std::min(chosen.size(), kWindowUnits));
   window_.assign(chosen.begin(), chosen.begin() + count);
   taken_.assign(window_.size(), false);
   chosen.erase(chosen.begin(), chosen.begin() + count);
   handed_out_ += kFetchUnitBytes * window_.size();
+  return !window_.empty();
 }
 
-// Plans reads up to number `read`, and on until the units of a window are known.
+// Plans reads up to number `read`, and some more until the units of a window are known.
 void Prefetcher::PlanAhead(std::size_t read) {
   const std::deque<FetchUnit>& chosen = units_.chosen();
-  while (planned_ < reads_.size() && (planned_ <= read || chosen.size() < kWindowUnits)) {
+  while (planned_ < reads_.size() && (planned_ <= read || (chosen.size() < kWindowUnits &&
+                                                           planned_ - read < kMostPlannedAhead))) {
     AddUnitsOf(planned_);
     if (++planned_ == reads_.size()) units_.End();
     ends_.push_back(handed_out_ + kFetchUnitBytes * chosen.size());

@@ -105,7 +105,7 @@ class Prefetcher {
   std::optional<FetchUnit> NextFor(std::size_t read);
   std::optional<FetchUnit> Take(std::size_t first, std::size_t most_read);
   bool MayFillWindow() const;
-  void FillWindow();
+  bool FillWindow();
   void PlanAhead(std::size_t read);
   void AddUnitsOf(std::size_t read);
   bool Ends() const;
