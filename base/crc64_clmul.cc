@@ -333,8 +333,8 @@ TENSORMOUNT_WIDE std::uint64_t RowsWide(const std::byte* src, std::ptrdiff_t ste
   }
 }
 
-// RowsByStrips sums strips of some lanes, over as many rows as have
-// kRowsBlock bytes. The first-level cache holds them and the next block.
+// RowsByStrips sums strips of some lanes, over as many rows as have kRowsBlock bytes. The
+// first-level cache holds them and the next block.
 constexpr std::size_t kRowsBlock = 8 * 1024;
 constexpr int kStripLanes = 8;
 

@@ -11,10 +11,10 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <fcntl.h>
 #include <fstream>
 #include <iterator>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/utsname.h>
 #include <sys/vfs.h>
@@ -43,13 +43,10 @@ bool KernelFetchesHugePages() {
 // Whether faults in a mapping of the file are served by the kernel's page cache as FetchPages
 // expects. Others have faults of their own (Lustre), or nothing to fetch (tmpfs).
 bool HasUsualPageCache(int fd) {
-  constexpr unsigned long kKnown[] = {0xEF53 /* ext4 */,
-                                      0x58465342 /* XFS */,
-                                      0x9123683E /* btrfs */,
-                                      0xF2F52010 /* F2FS */,
-                                      0x6969 /* NFS */,
-                                      0x65735546 /* FUSE */,
-                                      0x794C7630 /* overlay */};
+  constexpr unsigned long kKnown[] = {
+      EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC,  BTRFS_SUPER_MAGIC,     F2FS_SUPER_MAGIC,
+      NFS_SUPER_MAGIC,  FUSE_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC,
+  };
   struct statfs info {};
   if (fstatfs(fd, &info) != 0) return false;
   return std::ranges::find(kKnown, static_cast<unsigned long>(info.f_type)) != std::end(kKnown);

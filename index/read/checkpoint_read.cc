@@ -398,13 +398,9 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
 // is left to the read.
 std::size_t OpenedCheckpoint::StartParts(const PlannedRead& planned, std::size_t first,
                                          ReadVerify verify) const {
-  struct Stretch {
-    std::uint32_t file = 0;
-    ByteRange bytes;
-  };
   const std::span<const CopyPlan::Part> parts = planned.parts;
   if (parts.size() - first < 2) return parts.size();  // Most reads of a mount have one part.
-  std::vector<Stretch> stretches;
+  std::vector<FileStretch> stretches;
   std::uint64_t bytes = 0;
   std::size_t i = first;
   for (; i < parts.size() && i - first < kPartsAhead && bytes < kBytesAhead; ++i) {
@@ -427,7 +423,7 @@ std::size_t OpenedCheckpoint::StartParts(const PlannedRead& planned, std::size_t
     }
   }
   if (stretches.size() < 2) return i;
-  for (const Stretch& stretch : stretches) {
+  for (const FileStretch& stretch : stretches) {
     const auto open = files_->Open(*this, stretch.file);
     if (!open.ok()) continue;
     File& file = open.value()->file();

@@ -226,9 +226,7 @@ void Prefetcher::Bring(const FetchUnit& unit) {
 std::optional<FetchUnit> Prefetcher::Next() {
   std::unique_lock lock(mutex_);
   while (!Ends()) {
-    const std::size_t first = window_.size() * static_cast<std::size_t>(options_.reader) /
-                              static_cast<std::size_t>(options_.readers);
-    if (std::optional<FetchUnit> unit = Take(first, reads_.size())) return unit;
+    if (std::optional<FetchUnit> unit = Take(OwnStart(window_.size()), reads_.size())) return unit;
     if (units_.chosen().empty() && planned_ == reads_.size()) break;
     // No window: the reads that may be planned now want no units.
     if (MayFillWindow() && FillWindow()) continue;
@@ -241,23 +239,25 @@ std::optional<FetchUnit> Prefetcher::Next() {
 std::optional<FetchUnit> Prefetcher::NextFor(std::size_t read) {
   const std::lock_guard lock(mutex_);
   if (Ends()) return std::nullopt;
-  // Of those that it wants, each process begins with another one.
-  const auto mine = [&](std::size_t wanted) {
-    return wanted * static_cast<std::size_t>(options_.reader) /
-           static_cast<std::size_t>(options_.readers);
-  };
   std::size_t wanted = 0;
   while (wanted < window_.size() && window_[wanted].first_read <= read) ++wanted;
-  if (std::optional<FetchUnit> unit = Take(mine(wanted), read)) return unit;
+  if (std::optional<FetchUnit> unit = Take(OwnStart(wanted), read)) return unit;
   PlanAhead(read);
   std::deque<FetchUnit>& chosen = units_.chosen();
   for (wanted = 0; wanted < chosen.size() && chosen[wanted].first_read <= read;) ++wanted;
   if (wanted == 0) return std::nullopt;
-  const auto at = chosen.begin() + static_cast<std::ptrdiff_t>(mine(wanted));
+  const auto at = chosen.begin() + static_cast<std::ptrdiff_t>(OwnStart(wanted));
   const FetchUnit unit = *at;
   chosen.erase(at);
   handed_out_ += kFetchUnitBytes;
   return unit;
+}
+
+// The position at which this process begins with `count` units: processes that want the same units
+// begin with different ones.
+std::size_t Prefetcher::OwnStart(std::size_t count) const {
+  return count * static_cast<std::size_t>(options_.reader) /
+         static_cast<std::size_t>(options_.readers);
 }
 
 // Takes a unit of the window, from number `first` on and then from the begin, whose first read is
@@ -300,8 +300,8 @@ void Prefetcher::PlanAhead(std::size_t read) {
   }
 }
 
-// Of data that only other processes want, those are brought that are in the same files: a file that
-// this process does not need may be one that cannot be read.
+// Adds the units of a read. Data that only other processes want are brought if they lie in a file
+// that this process reads, too: another file may be one that cannot be read.
 void Prefetcher::AddUnitsOf(std::size_t number) {
   const Read& read = reads_[number];
   const auto wanted = checkpoint_.StretchesOf(*read.tensor, read.want, options_.readers);

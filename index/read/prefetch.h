@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <deque>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -23,7 +22,7 @@ namespace tensormount {
 // A unit of a file (base/fetch_pages.h) that reads want.
 struct FetchUnit {
   std::uint32_t file = 0;
-  ByteRange bytes;             // As far as the file goes.
+  ByteRange bytes;             // Ends at the end of the file, at the latest.
   std::uint64_t wanted = 0;    // Bytes that the reads want.
   std::size_t first_read = 0;  // The first and the last read that want some.
   std::size_t last_read = 0;
@@ -104,6 +103,7 @@ class Prefetcher {
   std::optional<FetchUnit> Next();
   std::optional<FetchUnit> NextFor(std::size_t read);
   std::optional<FetchUnit> Take(std::size_t first, std::size_t most_read);
+  std::size_t OwnStart(std::size_t count) const;
   bool MayFillWindow() const;
   bool FillWindow();
   void PlanAhead(std::size_t read);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is brought into the page cache, and when.
+// Tests which data are brought into the page cache, and when.
 #include "index/read/prefetch.h"
 
 #include <chrono>
