@@ -251,8 +251,9 @@ class FileSystem {
   Result<std::string> ReadFile(const std::string& path, std::uint64_t max_bytes);
   // Creates, writes, syncs and closes the file; does not sync the directory.
   Status WriteFileDurably(const std::string& path, std::string_view data);
-  // Replaces `path` by a file with `data` in one step: readers see the old or the new contents. Not
-  // durable, and only one writer per path; for files that may be lost in a crash (progress,
+  // Replaces `path` by a file with `data`: readers see the old or the new contents, or, on a file
+  // system without Exchange, for a moment no file. Not durable. If several writers replace one path
+  // at once, the file may have parts of both. For files that may be lost in a crash (progress,
   // reports).
   Status ReplaceFile(const std::string& path, std::string_view data);
   // mkdir -p; existing components may be symlinks.
