@@ -15,7 +15,65 @@
 
 namespace tensormount::bench {
 
+namespace {
+
+// What a call costs besides the bytes: one rank, --tensors tensors of 4 KiB, known layout.
+Status BenchManySmall(const Options& options) {
+  constexpr std::int64_t kElements = 1024;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<WorkFolder> folder, WorkFolder::Make(options));
+  const std::size_t count = static_cast<std::size_t>(options.tensors);
+  const std::vector<float> memory(count * kElements, 1.0F);
+  std::vector<float> copy(memory.size());
+  StateDict state;
+  for (std::size_t t = 0; t < count; ++t) {
+    TENSORMOUNT_RETURN_IF_ERROR(state.AddTensor(
+        "model.layers." + std::to_string(t) + ".weight",
+        {{kElements},
+         Box::Make({0}, {kElements}).value(),
+         BufferView::Host(DType::kF32, memory.data() + t * kElements, {kElements})}));
+  }
+  const std::vector<std::unique_ptr<Communicator>> group = MakeThreadGroup(1);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver,
+                               AsyncSaver::Make(*group[0]));
+  const std::string name = folder->Join("store/step");
+  std::optional<SaveHandle> handle;
+  const auto finish = [&]() -> Status {
+    if (!handle.has_value()) return {};
+    const Status verdict = handle->WaitCommitted().status();
+    handle.reset();
+    if (!verdict.ok()) return verdict;
+    return HostFileSystem().RemoveTree(folder->Join("store"));
+  };
+  Case c;
+  c.workload = "async";
+  c.name = "small, " + std::to_string(count) + " tensors of 4 KiB";
+  c.bytes = memory.size() * sizeof(float);
+  c.floor_name = "memcpy of each tensor into memory with all pages present";
+  c.before = finish;
+  c.ours = [&] {
+    return TimeThreads(1, [&](int) -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle held, saver->Save(state, name));
+      handle.emplace(std::move(held));
+      return {};
+    });
+  };
+  c.floor = [&] {
+    return TimeThreads(1, [&](int) -> Status {
+      for (std::size_t t = 0; t < count; ++t) {
+        std::memcpy(copy.data() + t * kElements, memory.data() + t * kElements,
+                    kElements * sizeof(float));
+      }
+      return {};
+    });
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(RunCase(options, c));
+  return finish();
+}
+
+}  // namespace
+
 Status BenchAsync(const Options& options) {
+  TENSORMOUNT_RETURN_IF_ERROR(BenchManySmall(options));
   for (const Cut cut : {Cut::kRows, Cut::kColumns}) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<WorkFolder> folder,
                                  WorkFolder::Make(options));

@@ -13,8 +13,8 @@ The peers save one state (tensors of bf16, row-sharded over the ranks), and load
   mapped       NumPy: slices of mapped safetensors files of the ranks, copied into place
   safetensors  get_slice of the same files, torch.save with mmap=True, torch.distributed.checkpoint (DCP), tensorstore
                (zarr, a chunk for each rank's rows; where it is installed)
-  ours         through the C interface under MPI, verified; ours-unverified; ours-exchange. The mapping guard is on, except
-               with --unguarded (a host that allows no signal handler)
+  ours         through the C interface under MPI, verified; ours-unverified; ours-exchange; ours-pages (with page hashes).
+               The mapping guard is on, except with --unguarded (a host that allows no signal handler)
   All processes begin a round after a barrier, and the round takes as long as the slowest process. Prints one JSON line for
   each figure: median and quartiles of the rounds in milliseconds, the ratio to raw (median of the ratios of the rounds), CPU
   milliseconds and page faults of all ranks, the most anonymous memory that a rank used in the first load, and for ours the
@@ -33,6 +33,7 @@ import mmap
 import os
 import pathlib
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -170,8 +171,7 @@ class Raw:
         self.file = world.folder / f"raw-{world.rank}"
 
     def save(self, shards):
-        # A new file replaces the old one, as in an atomic save. Truncating the old file instead would be faster,
-        # because the file system reuses the memory that it has just freed.
+        # A new file, renamed when it is complete, as in an atomic save.
         new = self.file.with_suffix(".new")
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         view = memoryview(shards.all)
@@ -425,8 +425,16 @@ class ShardOf(ctypes.Structure):
 
 
 class SaveOptions(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("placement", ctypes.c_int32), ("replica_check", ctypes.c_int32),
-                ("replace", ctypes.c_int32)]
+    """As far as `no_reuse`; the size in `struct_size` tells the library that the rest is missing."""
+
+    _fields_ = [("struct_size", ctypes.c_uint32),
+                *((name, ctypes.c_int32) for name in ("placement", "replica_check", "replace", "strategy", "common_check",
+                                                     "skip_validation", "no_plan_reuse")),
+                ("common_exempt", ctypes.c_void_p), ("common_exempt_count", ctypes.c_size_t), ("producer", ctypes.c_char_p),
+                ("liveness_ms", ctypes.c_int64), ("arrival_ms", ctypes.c_int64), ("on_event", ctypes.c_void_p),
+                ("on_event_context", ctypes.c_void_p), ("total_ms", ctypes.c_int64), ("page_hashes", ctypes.c_int32),
+                ("reserved", ctypes.c_int32), ("before_publish", ctypes.c_void_p), ("before_publish_context", ctypes.c_void_p),
+                ("on_commit", ctypes.c_void_p), ("on_commit_context", ctypes.c_void_p), ("no_reuse", ctypes.c_int32)]
 
 
 class LoadOptions(ctypes.Structure):
@@ -493,14 +501,19 @@ class Library:
 
 
 class Ours:
-    def __init__(self, world, tensors, verify=0, path=0):
-        self.world, self.tensors, self.lib = world, tensors, world.lib
+    def __init__(self, world, tensors, verify=0, path=0, pages=0):
+        self.world, self.tensors, self.lib, self.pages = world, tensors, world.lib, pages
         self.options = LoadOptions(ctypes.sizeof(LoadOptions), verify=verify, path=path)
         self.states, self.report = {}, {}
-        self.checkpoint = str(world.folder / "store" / "step").encode()
+        self.path = world.folder / "store" / ("pages" if pages else "step")
+        self.checkpoint = str(self.path).encode()
 
     def files(self):
-        return list((self.world.folder / "store" / "step" / "data").glob("*")) if self.world.rank == 0 else []
+        return list((self.path / "data").glob("*")) if self.world.rank == 0 else []
+
+    def remove(self):
+        if self.world.rank == 0:
+            shutil.rmtree(self.path)
 
     def prepare(self, shards):
         state = ctypes.c_void_p()
@@ -516,7 +529,8 @@ class Ours:
     def save(self, shards):
         if id(shards) not in self.states:
             self.prepare(shards)
-        options = SaveOptions(ctypes.sizeof(SaveOptions), replace=1)
+        # The state does not change between rounds: with reuse, nothing would be written.
+        options = SaveOptions(ctypes.sizeof(SaveOptions), replace=1, page_hashes=self.pages, no_reuse=1)
         self.lib.check(self.lib.c.tm_save(self.states[id(shards)], ctypes.c_char_p(self.checkpoint), self.world.comm,
                                           ctypes.byref(options), None))
 
@@ -542,6 +556,7 @@ PEERS = {
     "ours": Ours,
     "ours-unverified": lambda world, tensors: Ours(world, tensors, verify=VERIFY_OFF),
     "ours-exchange": lambda world, tensors: Ours(world, tensors, path=EXCHANGE),
+    "ours-pages": lambda world, tensors: Ours(world, tensors, pages=1),
     "mapped": Mapped,
     "safetensors": Safetensors,
     "torch.save": TorchSave,
@@ -587,6 +602,14 @@ def drop(files):
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+
+def removed(peer):
+    if hasattr(peer, "remove"):
+        peer.remove()
+    else:
+        for file in peer.files():
+            file.unlink()
 
 
 def quartiles(values):
@@ -722,8 +745,10 @@ class Worker:
             self.shared.barrier()
         work = args.work.split(",")
         if "save" in work:
+            # The checkpoint of the round before is removed first: what is freed within a round would be the replaced file
+            # of some peers, and nothing of others.
             self.rounds("save", {name: (lambda p=peer: p.save(rows)) for name, peer in peers.items() if name not in SAVED_BY},
-                        self.ranks)
+                        self.ranks, lambda name: removed(peers[name]))
         for job, axis, count in (("same", 0, self.ranks), ("fewer", 0, max(1, self.ranks // 2)), ("columns", 1, self.ranks), ("whole", None, self.ranks)):
             if job in work:
                 self.loads(job, peers, axis, count, folder)

@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures saves and loads from Python, compared with their lower bounds. Prints JSON lines.
 
-usage: python_jobs.py [--rounds N] [--mib N] [--folder FOLDER] [tensors | hold | dcp]...
+usage: python_jobs.py [--rounds N] [--mib N] [--ranks N] [--folder FOLDER] [tensors | hold | dcp]...
 
 tensors  10,000 tensors of 4 KiB on 4 ranks: the time from the call to the first byte written ("ready": the part
          in Python, "cpu": its CPU time; validation, plan and verdict), for the first and for a repeated save
 hold     how long async_save blocks the caller, compared with a copy of the same bytes to memory that was used
          before
-dcp      save, load and rows to columns of --mib MiB (default 256) by 4 gloo ranks, compared with DCP's file writer
-         and reader, and with reading the same number of bytes ("raw"), interleaved; how long async_save blocks
-         the caller ("hold"). CPU time and memory are those of rank 0: "extra_mib" is how far its peak exceeds
-         what it had before the call
+dcp      save, load and rows to columns of --mib MiB (default 256) by --ranks gloo ranks (default 4), compared with
+         DCP's file writer and reader, and with reading the same number of bytes ("raw"), interleaved; through Writer
+         and Reader, beside DCP with a writer and a reader that do nothing ("dcp_alone"): "of_limit" is the ratio to
+         DCP alone and 1.15 times our own save or load; how long async_save blocks the caller ("hold"). CPU time and
+         memory are those of rank 0: "extra_mib" is how far its peak exceeds what it had before the call
 
 PYTHONPATH and TENSORMOUNT_LIBRARY as for tests/python.
 """
@@ -116,6 +117,74 @@ def memory_mib(what):
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(what + ":"))
 
 
+def nothing():
+    """A writer and a reader of DCP that move no data: what DCP itself costs. The reader answers with the metadata of the
+    last save, of every rank's plan."""
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+    from torch.futures import Future
+
+    def done(value):
+        future = Future()
+        future.set_result(value)
+        return future
+
+    class NoWriter(StorageWriter):
+        def reset(self, checkpoint_id=None):
+            pass
+
+        def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
+            pass
+
+        def prepare_local_plan(self, plan):
+            return plan
+
+        def prepare_global_plan(self, plans):
+            return plans
+
+        def write_data(self, plan, planner):
+            for item in plan.items:
+                planner.resolve_data(item)
+            return done([])
+
+        def finish(self, metadata, results):
+            pass
+
+        @classmethod
+        def validate_checkpoint_id(cls, checkpoint_id):
+            return True
+
+    class NoReader(StorageReader):
+        def __init__(self, metadata):
+            self.metadata = metadata
+
+        def reset(self, checkpoint_id=None):
+            pass
+
+        def read_metadata(self):
+            return Metadata(state_dict_metadata=dict(self.metadata))
+
+        def set_up_storage_reader(self, metadata, is_coordinator, *args, **kwargs):
+            pass
+
+        def prepare_local_plan(self, plan):
+            return plan
+
+        def prepare_global_plan(self, plans):
+            return plans
+
+        def read_data(self, plan, planner):
+            for item in plan.items:
+                planner.commit_tensor(item, planner.resolve_tensor(item))
+            return done(None)
+
+        @classmethod
+        def validate_checkpoint_id(cls, checkpoint_id):
+            return True
+
+    return NoWriter, NoReader
+
+
 def dcp_rank(rounds, mib):
     import tensormount as tm
     import torch
@@ -123,6 +192,8 @@ def dcp_rank(rounds, mib):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
+
+    no_writer, no_reader = nothing()
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -192,7 +263,12 @@ def dcp_rank(rounds, mib):
         timed("raw", raw)
         fresh("S")
         timed("writer", lambda: dcp.save(rows, storage_writer=tm.torch.Writer("S/dcp", group=group)))
+        metadata = tm.torch.Reader("S/dcp").read_metadata().state_dict_metadata
         timed("reader", lambda: dcp.load(rows, storage_reader=tm.torch.Reader("S/dcp")))
+        timed("reader_columns", lambda: dcp.load(columns, storage_reader=tm.torch.Reader("S/dcp")))
+        timed("dcp_save_alone", lambda: dcp.save(rows, storage_writer=no_writer()))
+        timed("dcp_load_alone", lambda: dcp.load(rows, storage_reader=no_reader(metadata)))
+        timed("dcp_columns_alone", lambda: dcp.load(columns, storage_reader=no_reader(metadata)))
         fresh("dcp")
         fresh("S")
         held("dcp", lambda: dcp.async_save(rows, checkpoint_id="dcp"), lambda future: future.result())
@@ -201,6 +277,7 @@ def dcp_rank(rounds, mib):
         for name, of in (("save", "dcp_save"), ("writer", "dcp_save"), ("load", "dcp_load"),
                          ("reader", "dcp_load"), ("unverified", "dcp_load"), ("raw", "dcp_load"),
                          ("columns", "dcp_columns"), ("columns_unverified", "dcp_columns"),
+                         ("reader_columns", "dcp_columns"),
                          ("async_background", "dcp_background")):
             told(bench="python_dcp", what=name, mib=mib, ms=round(1e3 * statistics.median(times[name]), 1),
                  dcp_ms=round(1e3 * statistics.median(times[of]), 1),
@@ -209,6 +286,13 @@ def dcp_rank(rounds, mib):
                  dcp_cpu_ms=round(1e3 * statistics.median(cpu[of]), 1),
                  extra_mib=round(statistics.median(extra[name]), 1),
                  dcp_extra_mib=round(statistics.median(extra[of]), 1))
+        for name, alone, own in (("writer", "dcp_save_alone", "save"), ("reader", "dcp_load_alone", "load"),
+                                 ("reader_columns", "dcp_columns_alone", "columns")):
+            told(bench="python_dcp", what=name, mib=mib, ms=round(1e3 * statistics.median(times[name]), 1),
+                 dcp_alone_ms=round(1e3 * statistics.median(times[alone]), 1),
+                 own_ms=round(1e3 * statistics.median(times[own]), 1),
+                 of_limit=round(statistics.median(
+                     a / (b + 1.15 * c) for a, b, c in zip(times[name], times[alone], times[own])), 3))
         told(bench="python_dcp", what="hold", mib=mib, ms=round(1e3 * statistics.median(times["async_hold"]), 1),
              dcp_ms=round(1e3 * statistics.median(times["dcp_hold"]), 1),
              ratio=round(statistics.median(a / b for a, b in zip(times["async_hold"], times["dcp_hold"])), 3))
@@ -221,6 +305,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=256, help="size of the state of dcp")
+    parser.add_argument("--ranks", type=int, default=4, help="of dcp")
     parser.add_argument("--folder", help="where the checkpoints lie; default: a new one in TMPDIR")
     parser.add_argument("what", nargs="*", default=["tensors", "hold", "dcp"])
     arguments = parser.parse_args()
@@ -240,7 +325,7 @@ def main():
         if "dcp" in arguments.what:
             subprocess.run(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                 "4", os.path.abspath(__file__), "rank", str(arguments.rounds), str(arguments.mib)],
+                 str(arguments.ranks), os.path.abspath(__file__), "rank", str(arguments.rounds), str(arguments.mib)],
                 check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     finally:
         if arguments.folder is None:

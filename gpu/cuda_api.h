@@ -146,7 +146,7 @@ inline constexpr int kVersion = 12000;
   X(cuMemFreeAsync, (Address address, Stream stream))                                             \
   X(cuMemHostRegister, (void* data, std::size_t bytes, unsigned flags))                           \
   X(cuMemHostUnregister, (void* data))                                                            \
-  X(cuPointerGetAttribute, (void* value, int attribute, Address address))                         \
+  X(cuPointerGetAttributes, (unsigned count, int* attributes, void** values, Address address))    \
   X(cuStreamCreateWithPriority, (Stream * stream, unsigned flags, int priority))                  \
   X(cuStreamDestroy, (Stream stream))                                                             \
   X(cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))                              \

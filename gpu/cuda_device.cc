@@ -4,6 +4,7 @@
 #include "gpu/cuda_device.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <utility>
 
@@ -174,22 +175,21 @@ Status CudaDevice::CheckAddress(const std::byte* data) const {
     return Status(Code::kInvalidArgument, "the buffer at " + Hexadecimal(data) +
                                               " does not belong to " + name() + ": it is " + what);
   };
-  // Managed memory may be on any device or the host at this moment, so it is not checked further.
+  // One call instead of one for each attribute: a state has tens of thousands of tensors.
   unsigned managed = 0;
-  const cuda::Result asked =
-      driver.cuPointerGetAttribute(&managed, cuda::kPointerIsManaged, address);
-  if (asked == cuda::kInvalidValue) return no_memory("not known to CUDA");
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "query the owner of the buffer"));
-  if (managed != 0) return {};
-  unsigned type = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(
-      context_->Check(driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, address),
-                      "query the owner of the buffer"));
-  if (type == cuda::kMemoryHost) return no_memory("host memory");
+  unsigned type = 0;  // Stays 0 for memory that CUDA does not know, which is no error here.
   int ordinal = -1;
+  std::array asked = {cuda::kPointerIsManaged, cuda::kPointerMemoryType,
+                      cuda::kPointerDeviceOrdinal};
+  std::array<void*, asked.size()> answers = {&managed, &type, &ordinal};
   TENSORMOUNT_RETURN_IF_ERROR(
-      context_->Check(driver.cuPointerGetAttribute(&ordinal, cuda::kPointerDeviceOrdinal, address),
+      context_->Check(driver.cuPointerGetAttributes(static_cast<unsigned>(asked.size()),
+                                                    asked.data(), answers.data(), address),
                       "query the owner of the buffer"));
+  // Managed memory may be on any device or the host at this moment, so it is not checked further.
+  if (managed != 0) return {};
+  if (type == 0) return no_memory("not known to CUDA");
+  if (type == cuda::kMemoryHost) return no_memory("host memory");
   if (ordinal != ordinal_) {
     return no_memory("memory of cuda:" + std::to_string(ordinal));
   }

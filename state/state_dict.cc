@@ -21,6 +21,7 @@
 #include "shard/host_memory.h"
 #include "shard/tensor_meta.h"
 #include "state/shard_check.h"
+#include "state/state_copy.h"
 
 namespace tensormount {
 
@@ -52,8 +53,9 @@ struct StateDict::Rep {
   std::optional<CommonDict> content;
   std::map<std::string, std::string> layer_names;
   // By key: position of the first shard with this key; all later shards must have its dtype and
-  // shape.
-  std::unordered_map<std::string, std::size_t> first_of_key;
+  // shape. Copies of a state (WithShards) share it until one of them adds a tensor.
+  using Positions = std::unordered_map<std::string, std::size_t>;
+  std::shared_ptr<Positions> first_of_key = std::make_shared<Positions>();
   std::set<std::pair<std::string, std::string>> object_parts;
   LayerNames layers;  // Index of layer_names.
   struct Free {
@@ -76,7 +78,7 @@ struct StateDict::Rep {
     const auto found = layers.Find(name);
     if (!found) return Status();
     const std::string stacked(found->stacked_key);
-    const Shard& stack = tensors[first_of_key.at(stacked)].shard;
+    const Shard& stack = tensors[first_of_key->at(stacked)].shard;
     if (found->layer >= stack.global_shape[0]) return Status();
     return Status(Code::kInvalidArgument,
                   "\"" + std::string(name) + "\" is already the name of layer " +
@@ -194,7 +196,10 @@ const Status& StateDict::AddTensor(std::string_view key, const Shard& shard) {
   if (status.ok()) status = CheckAdded(shard);
   if (status.ok()) status = rep_->CheckNoLayer(key);
   if (!status.ok()) return rep_->Note(WithItemName("tensor", key, status));
-  const auto [at, added] = rep_->first_of_key.try_emplace(std::string(key), rep_->tensors.size());
+  if (rep_->first_of_key.use_count() > 1) {
+    rep_->first_of_key = std::make_shared<Rep::Positions>(*rep_->first_of_key);
+  }
+  const auto [at, added] = rep_->first_of_key->try_emplace(std::string(key), rep_->tensors.size());
   if (!added) {
     status = CheckAgree(rep_->tensors[at->second].shard, shard);
     if (!status.ok()) return rep_->Note(WithItemName("tensor", key, status));
@@ -203,6 +208,27 @@ const Status& StateDict::AddTensor(std::string_view key, const Shard& shard) {
   Shard& kept = rep_->tensors.back().shard;
   if (kept.metadata_only) kept.data = WithoutMemory(kept.data.dtype, kept.region);
   return rep_->Note(Status());
+}
+
+StateDict WithShards(const StateDict& state, const std::function<Shard(std::size_t)>& shard_of) {
+  StateDict out;
+  const StateDict::Rep& from = *state.rep_;
+  StateDict::Rep& to = *out.rep_;
+  to.tensors.reserve(from.tensors.size());
+  for (std::size_t i = 0; i < from.tensors.size(); ++i) {
+    to.tensors.push_back({from.tensors[i].key, shard_of(i)});
+  }
+  to.objects = from.objects;
+  to.common = from.common;
+  to.rank_common = from.rank_common;
+  to.locals = from.locals;
+  to.content = from.content;
+  to.layer_names = from.layer_names;
+  to.first_of_key = from.first_of_key;
+  to.object_parts = from.object_parts;
+  to.layers = LayerNames(to.layer_names);
+  to.first_failure = from.first_failure;
+  return out;
 }
 
 const Status& StateDict::AddObject(std::string_view key, std::string_view bytes,
@@ -256,8 +282,8 @@ const Status& StateDict::NameLayers(std::string_view key, std::string_view patte
   };
   const auto invalid = [](const std::string& why) { return Status(Code::kInvalidArgument, why); };
   if (Status status = CheckLayerPattern(pattern); !status.ok()) return fail(std::move(status));
-  const auto at = rep_->first_of_key.find(std::string(key));
-  if (at == rep_->first_of_key.end()) {
+  const auto at = rep_->first_of_key->find(std::string(key));
+  if (at == rep_->first_of_key->end()) {
     return fail(invalid("no such tensor was added before"));
   }
   const Dims& shape = rep_->tensors[at->second].shard.global_shape;
@@ -278,7 +304,7 @@ const Status& StateDict::NameLayers(std::string_view key, std::string_view patte
   }
   for (std::int64_t layer = 0; layer < layers; ++layer) {
     const std::string name = LayerKey(pattern, layer);
-    if (rep_->first_of_key.contains(name)) {
+    if (rep_->first_of_key->contains(name)) {
       return fail(invalid("\"" + name + "\" is the key of another tensor"));
     }
     if (Status status = rep_->CheckNoLayer(name); !status.ok()) return fail(std::move(status));

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <span>
 #include <utility>
@@ -19,6 +18,7 @@
 #include "collective/save/block_reader.h"
 #include "collective/save/packed_source.h"
 #include "collective/save_load.h"
+#include "state/state_copy.h"
 
 namespace tensormount {
 namespace {
@@ -271,26 +271,6 @@ std::uint64_t BytesOf(const StateDict& state) {
   }
   for (const StateDict::ObjectItem& object : state.objects()) total += object.bytes.size();
   return total;
-}
-
-StateDict WithShards(const StateDict& state, const std::function<Shard(std::size_t)>& shard_of) {
-  StateDict out;
-  (void)out.Fail(state.status());
-  for (std::size_t i = 0; i < state.tensors().size(); ++i) {
-    (void)out.AddTensor(state.tensors()[i].key, shard_of(i));  // A failure stays in `out`.
-  }
-  for (const StateDict::ObjectItem& object : state.objects()) {
-    (void)(object.wanted ? out.WantObject(object.key, object.place)
-                         : out.AddObject(object.key, object.bytes, object.place));
-  }
-  for (const auto& [name, value] : state.common()) (void)out.SetCommon(name, value);
-  for (const auto& [name, value] : state.rank_common()) (void)out.SetRankCommon(name, value);
-  for (const auto& [name, value] : state.locals()) (void)out.SetLocal(name, value);
-  if (state.content_metadata() != nullptr) {
-    (void)out.SetContentMetadata(*state.content_metadata());
-  }
-  for (const auto& [key, pattern] : state.layer_names()) (void)out.NameLayers(key, pattern);
-  return out;
 }
 
 StateDict ShareState(const StateDict& state) {

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -21,9 +20,6 @@ namespace tensormount {
 
 // Total size in bytes of a state's shards, packed, and objects.
 std::uint64_t BytesOf(const StateDict& state);
-
-// A copy of the state with other shards: `shard_of(i)` returns the new shard of item i.
-StateDict WithShards(const StateDict& state, const std::function<Shard(std::size_t)>& shard_of);
 
 // A copy of the state whose shards are views of the same memory; everything else is copied. A
 // failure in `state` is kept.

@@ -820,7 +820,9 @@ Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state) {
   auto fences = std::make_shared<DeviceFences>();
   for (const StateDict::TensorItem& item : state.tensors()) {
     if (item.shard.metadata_only) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(fences->Add(item.shard.data).WithContext("tensor " + item.key));
+    if (const Status status = fences->Add(item.shard.data); !status.ok()) {
+      return status.WithContext("tensor " + item.key);
+    }
   }
   return std::shared_ptr<const DeviceFences>(std::move(fences));
 }

@@ -3,6 +3,7 @@
 #define TENSORMOUNT_STATE_DICT_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -108,6 +109,7 @@ class TENSORMOUNT_EXPORT StateDict {
   const Status& status() const;
 
  private:
+  friend StateDict WithShards(const StateDict&, const std::function<Shard(std::size_t)>&);
   struct Rep;
   std::unique_ptr<Rep> rep_;
 };

@@ -380,12 +380,16 @@ class BaseLinker::Gatherer {
     // so its tensors, and objects without a file, are skipped.
     if (name != kCoordinatorManifest) {
       for (const TensorRecord& tensor : manifest.inventory.tensors) {
-        TENSORMOUNT_RETURN_IF_ERROR(AddTensor(tensor).WithContext("tensor " + tensor.meta.key()));
+        if (const Status status = AddTensor(tensor); !status.ok()) {
+          return status.WithContext("tensor " + tensor.meta.key());
+        }
       }
     }
     for (const ObjectRecord& object : manifest.inventory.objects) {
       if (object.file == kNoFile) continue;
-      TENSORMOUNT_RETURN_IF_ERROR(AddObject(object).WithContext("object " + object.key));
+      if (const Status status = AddObject(object); !status.ok()) {
+        return status.WithContext("object " + object.key);
+      }
     }
     for (const ExtraRange& extra : manifest.inventory.extras) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BaseFile(extra.file));

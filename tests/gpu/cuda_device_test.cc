@@ -484,6 +484,19 @@ TEST_F(CudaDeviceTest, DeviceIsFoundByUuidUnderAnyOrdinal) {
   EXPECT_EQ(devices_.cuda().Count().value(), 2);
 }
 
+TEST_F(CudaDeviceTest, ACheckAsksTheDriverTwice) {
+  const auto device = First();
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(96));
+  const auto asked = std::make_shared<std::atomic<int>>(0);
+  TheFakeCuda().set_fault([=](std::string_view what) {
+    if (what.starts_with("cuPointer")) ++*asked;
+    return cuda::kSuccess;
+  });
+  EXPECT_OK(CheckMemory(CudaView(there, {96})));
+  EXPECT_EQ(*asked, 2);  // About the first and the last byte.
+  device->Free(there);
+}
+
 TEST_F(CudaDeviceTest, ErrorNamesTheOwnerOfAForeignPointer) {
   const auto device = First();
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(96));

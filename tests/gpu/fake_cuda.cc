@@ -635,24 +635,40 @@ Error cuMemHostUnregister(void* data) {
   return State().registered.erase(static_cast<std::byte*>(data)) == 1 ? cuda::kSuccess
                                                                       : cuda::kInvalidValue;
 }
-Error cuPointerGetAttribute(void* value, int attribute, Address address) {
-  if (const Error entered = Enter("cuPointerGetAttribute"); entered != 0) return entered;
+// As the reference says: an address that CUDA does not know is no error, and its attributes are 0.
+Error cuPointerGetAttributes(unsigned count, int* attributes, void** values, Address address) {
+  if (const Error entered = Enter("cuPointerGetAttributes"); entered != 0) return entered;
   std::lock_guard lock(State().mutex);
   const auto* const at = reinterpret_cast<const std::byte*>(address);
-  if (IsPinned(at, 1)) {
-    const unsigned none = 0;
-    if (attribute == cuda::kPointerMemoryType) std::memcpy(value, &cuda::kMemoryHost, 4);
-    if (attribute == cuda::kPointerIsManaged) std::memcpy(value, &none, 4);
-    return cuda::kSuccess;
-  }
+  unsigned type = 0;
+  unsigned managed = 0;
+  int ordinal = -2;
   const auto above = State().allocations.upper_bound(at);
-  if (above == State().allocations.begin()) return cuda::kInvalidValue;
-  const auto& [begin, allocation] = *std::prev(above);
-  if (at >= begin + allocation.bytes) return cuda::kInvalidValue;
-  const unsigned managed = allocation.managed ? 1 : 0;
-  if (attribute == cuda::kPointerMemoryType) std::memcpy(value, &cuda::kMemoryDevice, 4);
-  if (attribute == cuda::kPointerIsManaged) std::memcpy(value, &managed, 4);
-  if (attribute == cuda::kPointerDeviceOrdinal) std::memcpy(value, &allocation.ordinal, 4);
+  if (IsPinned(at, 1)) {
+    type = cuda::kMemoryHost;
+  } else if (above != State().allocations.begin()) {
+    const auto& [begin, allocation] = *std::prev(above);
+    if (at < begin + allocation.bytes) {
+      type = cuda::kMemoryDevice;
+      managed = allocation.managed ? 1 : 0;
+      ordinal = allocation.ordinal;
+    }
+  }
+  for (unsigned i = 0; i < count; ++i) {
+    switch (attributes[i]) {
+      case cuda::kPointerMemoryType:
+        std::memcpy(values[i], &type, sizeof(type));
+        break;
+      case cuda::kPointerIsManaged:
+        std::memcpy(values[i], &managed, sizeof(managed));
+        break;
+      case cuda::kPointerDeviceOrdinal:
+        std::memcpy(values[i], &ordinal, sizeof(ordinal));
+        break;
+      default:
+        return cuda::kInvalidValue;
+    }
+  }
   return cuda::kSuccess;
 }
 Error cuStreamCreateWithPriority(cuda::Stream* stream, unsigned flags, int) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "state/state_copy.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/no_devices.h"
 #include "tests/support/status_matchers.h"
@@ -30,6 +31,27 @@ TEST(StateDictTest, ShardsOfOneKeyMustAgree) {
   EXPECT_EQ(state.tensors().size(), 4u);
   // The first one that was ignored is remembered.
   EXPECT_THAT(state.status(), HasMessage("[4, 5]"));
+}
+
+TEST(StateDictTest, ACopyAndItsSourceTakeFurtherTensorsApart) {
+  StateDict state;
+  EXPECT_OK(state.AddTensor("w", Described({4, 4})));
+  EXPECT_OK(state.SetCommon("step", CommonValue(std::int64_t{7})));
+  StateDict copy = WithShards(state, [&](std::size_t i) { return state.tensors()[i].shard; });
+  EXPECT_OK(copy.AddTensor("only in the copy", Described({2})));
+  EXPECT_OK(state.AddTensor("only in the source", Described({3})));
+  // Neither sees the key of the other: there it may have any shape.
+  EXPECT_OK(state.AddTensor("only in the copy", Described({5})));
+  EXPECT_OK(copy.AddTensor("only in the source", Described({6})));
+  // Both know the key of before.
+  EXPECT_THAT(copy.AddTensor("w", Described({4, 5})), HasMessage("tensor w: added with shape"));
+  EXPECT_EQ(copy.tensors().size(), 3u);
+  EXPECT_EQ(copy.common().size(), 1u);
+  // The first failure of a source is that of its copy.
+  EXPECT_THAT(state.AddTensor("w", Described({4, 6})), HasMessage("[4, 6]"));
+  const StateDict failed =
+      WithShards(state, [&](std::size_t i) { return state.tensors()[i].shard; });
+  EXPECT_THAT(failed.status(), HasMessage("[4, 6]"));
 }
 
 TEST(StateDictTest, BuffersAreChecked) {

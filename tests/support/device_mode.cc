@@ -8,7 +8,8 @@
 #include <memory>
 #include <string_view>
 
-#include "collective/async/snapshot_state.h"
+#include "device/devices.h"
+#include "state/state_copy.h"
 #include "tests/support/fake_cuda_devices.h"
 #include "tests/support/host_device.h"
 
