@@ -21,6 +21,7 @@
 #include "base/mapping.h"
 #include "base/status_json.h"
 #include "lib/c_api.h"
+#include "remote/remote.h"
 #include "shard/strict_json.h"
 
 namespace tensormount::c_api {
@@ -28,6 +29,8 @@ namespace {
 
 // When the library is unloaded, restores the signal handler that EnableMappingGuard replaced.
 [[gnu::destructor]] void RestoreSignalHandler() { DisableMappingGuard(); }
+// For programs of C++, too, which call no function of c.h.
+[[gnu::constructor]] void KnowUrls() { AddRemoteFileSystems(); }
 
 // The last error of a thread. Each thread has its own, so that calls on other threads do not
 // overwrite it.

@@ -8,6 +8,7 @@
 
 #include "base/mapping.h"
 #include "mount-tools/cli.h"
+#include "remote/remote.h"
 
 int tm_main(int argc, char** argv) {
   // Keeps freed memory for reuse while a checkpoint is opened. By default glibc maps each block of
@@ -18,5 +19,6 @@ int tm_main(int argc, char** argv) {
   // A foreign file may be truncated during a read. A mapping beyond the new end raises SIGBUS; the
   // guard converts it to an error of the read.
   tensormount::EnableMappingGuard();
+  tensormount::AddRemoteFileSystems();
   return tensormount::tools::Main(argc, argv);
 }

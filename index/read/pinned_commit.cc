@@ -20,6 +20,7 @@ Status LockAsReader(const FileSystem& fs, File& commit) {
   const Status lockable = fs.Need(Ability::kLocks, commit.path());
   const Status locked = lockable.ok() ? commit.TryLockShared() : lockable;
   if (!HasNoLocks(locked)) return locked;
+  if (!fs.Can(Ability::kWrite)) return Status();  // Behind a server, where no gc runs.
   static std::atomic<bool> said{false};
   if (!said.exchange(true)) {
     Log(LogLevel::kWarning, locked.message() +

@@ -30,6 +30,16 @@ constexpr std::size_t kMaxScatter = 1024;  // The kernel's limit for one call (I
 constexpr std::uint64_t kPartBlockBytes = std::uint64_t{1} << 20;
 static_assert(kPartBlockBytes % kLeafBytes == 0);
 
+// The same from a server: each read costs a round trip, and a long one is several requests that are
+// answered together (File::ReadAt).
+constexpr std::uint64_t kFarBlockBytes = std::uint64_t{64} << 20;
+// Of a window of WindowReader there, and how many windows are announced.
+constexpr std::uint64_t kFarWindowBytes = std::uint64_t{8} << 20;
+constexpr std::uint64_t kFarWindowsAhead = 4;
+// Runs with smaller gaps are one request there, and so many runs are announced at once.
+constexpr std::uint64_t kFarGapBytes = std::uint64_t{1} << 20;
+constexpr std::size_t kFarRunsAhead = 1024;
+
 std::uint64_t LeafBegin(std::uint64_t leaf) { return leaf * kLeafBytes; }
 
 // Bytes that ReadMapped copies and then hashes while they are in the second-level cache.
@@ -360,9 +370,9 @@ Status StoredRangeReader::CheckRun(std::uint64_t at, const std::byte* data, std:
 Status StoredRangeReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
                                   const BlockCallback& arrived) {
   const std::uint64_t end = at + size;
+  const std::uint64_t most = IsFar() ? kFarBlockBytes : kPartBlockBytes;
   while (at < end) {
-    std::uint64_t block =
-        std::min(end, at / kPartBlockBytes * kPartBlockBytes + kPartBlockBytes) - at;
+    std::uint64_t block = std::min(end, at / most * most + most) - at;
     if (verify_ == ReadVerify::kExtendLeaves) {
       const std::uint64_t leaf = at / kLeafBytes;
       const std::uint64_t leaf_end = std::min(LeafBegin(leaf + 1), record_.length);
@@ -395,7 +405,10 @@ class StoredRangeReader::WindowReader {
  public:
   // No run ends behind `end`, an offset in the range. `dense`: bytes between the runs are read too.
   WindowReader(StoredRangeReader& reader, std::uint64_t end, bool dense)
-      : reader_(reader), end_(end), dense_(dense) {}
+      : reader_(reader),
+        end_(end),
+        dense_(dense),
+        window_(dense && reader.IsFar() ? kFarWindowBytes : kPartBlockBytes) {}
 
   Status Copy(std::uint64_t at, std::byte* out, std::uint64_t size) {
     while (size > 0) {
@@ -422,20 +435,28 @@ class StoredRangeReader::WindowReader {
       stop = proof.end;
     } else if (proves) {
       begin_ = at / kLeafBytes * kLeafBytes;
-      stop = begin_ + kPartBlockBytes;
+      stop = begin_ + window_;
       stop = std::min(stop, (end_ + kLeafBytes - 1) / kLeafBytes * kLeafBytes);
       stop = std::min(stop, reader_.record_.length);
     } else {
       begin_ = at;
-      stop = dense_ ? std::min(end_, at / kLeafBytes * kLeafBytes + kPartBlockBytes)
+      stop = dense_ ? std::min(end_, at / kLeafBytes * kLeafBytes + window_)
                     : at + std::min(size, kPartBlockBytes);
     }
     bytes_ = stop - begin_;
     if (buffer_.size() < bytes_) {
-      buffer_.resize(dense_ ? std::max(bytes_, std::min(end_, kPartBlockBytes)) : bytes_);
+      buffer_.resize(dense_ ? std::max(bytes_, std::min(end_, window_)) : bytes_);
     }
     const std::uint64_t want = bytes_;
     bytes_ = 0;  // After a failed read the window is empty.
+    // One window behind another: a server would be idle while this one is hashed and copied.
+    for (std::uint64_t w = 0; dense_ && window_ == kFarWindowBytes && w <= kFarWindowsAhead; ++w) {
+      const std::uint64_t next = begin_ + w * window_;
+      if (next >= end_) break;
+      TENSORMOUNT_RETURN_IF_ERROR(reader_.OpenFile());
+      reader_.file_->file().StartReading(reader_.record_.offset + next,
+                                         std::min(window_, end_ - next));
+    }
     if (proves && !dense_) {
       checked_ = {begin_, stop};
       TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadProvableRange(checked_, buffer_.data()));
@@ -450,6 +471,7 @@ class StoredRangeReader::WindowReader {
   StoredRangeReader& reader_;
   const std::uint64_t end_;
   const bool dense_;
+  const std::uint64_t window_;
   std::vector<std::byte> buffer_;
   std::uint64_t begin_ = 0;
   std::uint64_t bytes_ = 0;
@@ -519,9 +541,19 @@ Status StoredRangeReader::ReadStrided(const StridedCopy& copy, std::byte* base) 
     std::uint64_t size;
   };
   std::vector<Run> ahead;
+  const std::size_t most_ahead = IsFar() ? kFarRunsAhead : kRunsAhead;
   const auto copy_ahead = [&]() -> Status {
     if (ahead.size() > 1 && !IsCached(ahead.front().at)) {
-      for (const Run& run : ahead) TENSORMOUNT_RETURN_IF_ERROR(StartReading(run.at, run.size));
+      const std::uint64_t gap = IsFar() ? kFarGapBytes : 0;
+      for (std::size_t i = 0; i < ahead.size();) {
+        const std::uint64_t begin = ahead[i].at;
+        std::uint64_t stop = begin + ahead[i].size;
+        while (++i < ahead.size() && gap > 0 && ahead[i].at <= stop + gap &&
+               ahead[i].at + ahead[i].size <= begin + kFarWindowBytes) {
+          stop = ahead[i].at + ahead[i].size;
+        }
+        TENSORMOUNT_RETURN_IF_ERROR(StartReading(begin, stop - begin));
+      }
     }
     for (const Run& run : ahead) {
       TENSORMOUNT_RETURN_IF_ERROR(window.Copy(run.at, run.out, run.size));
@@ -538,11 +570,13 @@ Status StoredRangeReader::ReadStrided(const StridedCopy& copy, std::byte* base) 
       return;
     }
     ahead.push_back({at, base + dst, size});
-    if (ahead.size() == kRunsAhead) status = copy_ahead();
+    if (ahead.size() == most_ahead) status = copy_ahead();
   });
   TENSORMOUNT_RETURN_IF_ERROR(status);
   return copy_ahead();
 }
+
+bool StoredRangeReader::IsFar() const { return !checkpoint_.fs().Can(Ability::kKernelFiles); }
 
 bool StoredRangeReader::IsCached(std::uint64_t at) {
   std::byte byte;
@@ -556,9 +590,13 @@ bool StoredRangeReader::IsCached(std::uint64_t at) {
 Status StoredRangeReader::StartReading(std::uint64_t at, std::uint64_t size) {
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
   ByteRange want{at, at + size};
-  if (verify_ == ReadVerify::kExtendLeaves) {
-    const std::uint64_t leaf_end = LeafBegin(at / kLeafBytes + 1);
-    TENSORMOUNT_ASSIGN_OR_RETURN(want, ProvableRange({at, std::min(at + size, leaf_end)}));
+  const std::uint64_t leaf_end = LeafBegin(at / kLeafBytes + 1);
+  if (verify_ == ReadVerify::kExtendLeaves && want.end > leaf_end && IsFar()) {
+    // Runs that were joined, of which each proves its leaves.
+    const std::uint64_t last = (want.end + kLeafBytes - 1) / kLeafBytes;
+    want = {LeafBegin(at / kLeafBytes), std::min(LeafBegin(last), record_.length)};
+  } else if (verify_ == ReadVerify::kExtendLeaves) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(want, ProvableRange({at, std::min(want.end, leaf_end)}));
   }
   file_->file().StartReading(record_.offset + want.begin, want.size());
   return Status();

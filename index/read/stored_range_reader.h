@@ -135,6 +135,8 @@ class StoredRangeReader {
   // Whether page hashes save reads for a copy with rising runs, because no run touches some of the
   // pages between the first and the last.
   Result<bool> CanSkipPages(const StridedCopy& copy);
+  // Whether the file is not one of this machine's kernel: a read costs a round trip to a server.
+  bool IsFar() const;
   // Whether a byte of the range is in memory already.
   bool IsCached(std::uint64_t at);
   // Announces to storage a read of [at, at + size) or, with kExtendLeaves, of its first leaf.

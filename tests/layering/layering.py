@@ -14,13 +14,14 @@ import sys
 # The directories that each directory may include (docs/architecture.md).
 LAYERS = ["base", "shard", "device", "index", "state", "collective"]
 MAY_INCLUDE = {layer: LAYERS[: i + 1] for i, layer in enumerate(LAYERS)}
+MAY_INCLUDE["remote"] = ["base", "remote"]
 MAY_INCLUDE["gpu"] = ["base", "shard", "device", "gpu"]
 MAY_INCLUDE["fs"] = LAYERS + ["fs"]
-MAY_INCLUDE["lib"] = LAYERS + ["fs", "lib"]
-MAY_INCLUDE["mount-tools"] = LAYERS + ["fs", "mount-tools"]
+MAY_INCLUDE["lib"] = LAYERS + ["fs", "remote", "lib"]
+MAY_INCLUDE["mount-tools"] = LAYERS + ["fs", "remote", "mount-tools"]
 MAY_INCLUDE["bench"] = LAYERS + ["gpu", "fs", "bench"]
 MAY_INCLUDE["fuzz"] = LAYERS + ["fuzz"]
-MAY_INCLUDE["tests"] = LAYERS + ["gpu", "fs", "mount-tools", "bench", "examples", "tests"]
+MAY_INCLUDE["tests"] = LAYERS + ["gpu", "fs", "remote", "mount-tools", "bench", "examples", "tests"]
 MAY_INCLUDE["examples"] = ["examples"]  # And public headers.
 MAY_INCLUDE["include"] = []
 

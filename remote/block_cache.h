@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_REMOTE_BLOCK_CACHE_H_
+#define TENSORMOUNT_REMOTE_BLOCK_CACHE_H_
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/byte_range.h"
+#include "base/file_system.h"
+#include "remote/http_client.h"
+
+namespace tensormount {
+
+// An object on a server as it was when it was opened.
+struct RemoteObject {
+  std::string path;  // As the user typed it, for messages.
+  std::string url;
+  std::vector<std::string> headers;  // Of each request, without If-Match.
+  std::function<Status(const HttpRequest&, std::vector<std::string>&)> sign;
+  std::uint64_t size = 0;
+  // What tells that the object is unchanged: its ETag, or Last-Modified if there is none.
+  std::string etag;
+  std::string last_modified;
+  std::string linked_etag;            // Of the object behind the hub's redirects.
+  std::int64_t modified_seconds = 0;  // Last-Modified since 1970; 0: unknown.
+  std::string begin;                  // Its first bytes.
+  std::uint64_t number = 0;           // Another one for each object that was opened.
+
+  // A request for some of its bytes, which fails if the object has changed.
+  HttpRequest RequestFor(ByteRange range, std::span<std::byte> into) const;
+};
+
+// The error of an answer to RequestFor; ok: the bytes are there.
+Status CheckAnswer(const RemoteObject& object, const HttpCall& call);
+
+// Blocks of remote objects in memory, and requests for blocks that are on their way. One for each
+// process, at most kMostBytes. Thread-safe.
+class BlockCache {
+ public:
+  static constexpr std::uint64_t kBlockBytes = 64 << 10;
+  static constexpr std::uint64_t kMostBytes = std::uint64_t{256} << 20;
+  // A request is for consecutive blocks.
+  static constexpr std::uint64_t kRequestBytes = std::uint64_t{8} << 20;
+
+  static BlockCache& Get();
+  BlockCache() = default;
+
+  // Requests those blocks of the range that are not there. `wait`: waits for room, if the blocks on
+  // their way fill the cache; otherwise begins as many requests as there is room for.
+  Status Start(const std::shared_ptr<const RemoteObject>& object, ByteRange range, bool wait);
+  // Copies the range to `out`, and requests and awaits what is missing, and `ahead` bytes more
+  // after it, which it does not await.
+  Status Read(const std::shared_ptr<const RemoteObject>& object, ByteRange range, std::byte* out,
+              std::uint64_t ahead);
+  // Whether the block of this byte is there or on its way.
+  bool Has(const RemoteObject& object, std::uint64_t offset);
+  // Whether all of the range is there or on its way.
+  bool HasAll(const RemoteObject& object, ByteRange range);
+
+ private:
+  struct Request;  // Some consecutive blocks, which one answer brings.
+  using Key = std::pair<std::uint64_t, std::uint64_t>;  // Object and number of the block.
+  struct Block {
+    std::shared_ptr<Request> request;
+    std::list<Key>::iterator used;
+  };
+  // Called with mutex_ locked.
+  Status StartLocked(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
+                     bool whatever_the_room, std::unique_lock<std::mutex>& lock);
+  bool MakeRoom(std::uint64_t bytes);
+  void Forget(const Key& key);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<Key, Block> blocks_;
+  std::list<Key> by_use_;  // The one that was used last is the first.
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_REMOTE_BLOCK_CACHE_H_

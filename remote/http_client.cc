@@ -1,0 +1,682 @@
+// SPDX-License-Identifier: Apache-2.0
+// The thread that runs all requests with libcurl's multi interface, and the rules for answers:
+// what is tried again, which redirects are followed, what a range must look like.
+#include "remote/http_client.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <random>
+#include <sys/eventfd.h>
+#include <unistd.h>
+#include <utility>
+
+#include "base/checked.h"
+#include "base/per_process.h"
+#include "base/thread.h"
+#include "remote/curl_library.h"
+#include "remote/url.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::size_t kMostActive = 32;
+constexpr std::size_t kMostHeaderBytes = 64 << 10;
+constexpr int kMostRedirects = 10;
+constexpr std::chrono::milliseconds kFirstWait{100};
+constexpr std::chrono::milliseconds kLongestBackoff{8'000};
+constexpr long kConnectMs = 10'000;
+// A transfer that is slower for this long has broken.
+constexpr long kSlowBytes = 1024;
+constexpr long kSlowSeconds = 20;
+constexpr std::chrono::milliseconds kTick{50};
+constexpr std::chrono::seconds kDefaultPatience{120};
+
+bool IsTransient(int code) {
+  return code == 408 || code == 429 || code == 500 || code == 502 || code == 503 || code == 504;
+}
+
+bool IsRedirect(int code) {
+  return code == 301 || code == 302 || code == 303 || code == 307 || code == 308;
+}
+
+std::optional<std::uint64_t> ParseNumber(std::string_view text) {
+  if (text.empty() || text.size() > 19) return std::nullopt;
+  std::uint64_t value = 0;
+  for (const char c : text) {
+    if (c < '0' || c > '9') return std::nullopt;
+    value = value * 10 + static_cast<std::uint64_t>(c - '0');
+  }
+  return value;
+}
+
+std::string_view Trimmed(std::string_view text) {
+  const std::size_t begin = text.find_first_not_of(" \t\r\n");
+  if (begin == std::string_view::npos) return {};
+  return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
+}
+
+// "bytes 0-9/100": the range and the size of the object. A size of "*" is refused: it would not be
+// known whether the range is all of the object.
+struct ContentRange {
+  ByteRange bytes;
+  std::uint64_t size = 0;
+};
+std::optional<ContentRange> ParseContentRange(std::string_view text) {
+  if (!text.starts_with("bytes ")) return std::nullopt;
+  text.remove_prefix(6);
+  const std::size_t dash = text.find('-');
+  const std::size_t slash = text.find('/');
+  if (dash == std::string_view::npos || slash == std::string_view::npos || dash > slash) {
+    return std::nullopt;
+  }
+  const auto first = ParseNumber(text.substr(0, dash));
+  const auto last = ParseNumber(text.substr(dash + 1, slash - dash - 1));
+  const auto size = ParseNumber(text.substr(slash + 1));
+  if (!first || !last || !size || *first > *last || *last >= *size) return std::nullopt;
+  return ContentRange{{*first, *last + 1}, *size};
+}
+
+std::string CodeText(int code) {
+  static const std::map<int, const char*> kNames = {{400, "Bad Request"},
+                                                    {401, "Unauthorized"},
+                                                    {403, "Forbidden"},
+                                                    {404, "Not Found"},
+                                                    {409, "Conflict"},
+                                                    {410, "Gone"},
+                                                    {412, "Precondition Failed"},
+                                                    {416, "Range Not Satisfiable"},
+                                                    {429, "Too Many Requests"},
+                                                    {500, "Internal Server Error"},
+                                                    {502, "Bad Gateway"},
+                                                    {503, "Service Unavailable"},
+                                                    {504, "Gateway Timeout"}};
+  const auto known = kNames.find(code);
+  return std::to_string(code) + (known == kNames.end() ? "" : std::string(" ") + known->second);
+}
+
+}  // namespace
+
+std::string_view HttpResponse::Header(std::string_view name) const {
+  const auto found = headers.find(name);
+  return found == headers.end() ? std::string_view() : std::string_view(found->second);
+}
+
+HttpCall::HttpCall(HttpRequest request, const Deadline& deadline)
+    : request_(std::move(request)), deadline_(deadline) {}
+HttpCall::~HttpCall() = default;
+
+Status HttpCall::Await() {
+  std::unique_lock lock(mutex_);
+  // The client ends every call at its deadline; this is for a client that does not run any more.
+  while (!ended()) changed_.wait_for(lock, std::chrono::seconds(1));
+  return status_;
+}
+
+// One try of a call, or what waits for the next. Only the client's thread uses it.
+class HttpTransfer {
+ public:
+  HttpTransfer(const curl::Library& library, std::shared_ptr<HttpCall> call)
+      : library_(library), call_(std::move(call)), url_(call_->request_.url) {}
+  ~HttpTransfer() {
+    if (list_ != nullptr) library_.curl_slist_free_all(list_);
+  }
+  HttpTransfer(const HttpTransfer&) = delete;
+  HttpTransfer& operator=(const HttpTransfer&) = delete;
+
+  const HttpCall& call() const { return *call_; }
+  Deadline::Clock::time_point not_before() const { return not_before_; }
+  curl::Easy* easy = nullptr;
+
+  // Sets the options of a try.
+  Status Begin() {
+    const HttpRequest& request = call_->request_;
+    code_ = 0;
+    header_bytes_ = 0;
+    verdict_ = Status();
+    head_checked_ = false;
+    response().headers.clear();
+    if (request.into.empty()) {
+      response().body.clear();
+      response().received = 0;
+    }
+    std::vector<std::string> headers;
+    const bool own = Origin(url_) == Origin(request.url);
+    for (const std::string& header : request.headers) {
+      if (own || !IsCredential(header)) headers.push_back(header);
+    }
+    if (own && request.sign) TENSORMOUNT_RETURN_IF_ERROR(request.sign(request, headers));
+    asked_.reset();
+    if (request.range) {
+      asked_ = ByteRange{request.range->begin + response().received, request.range->end};
+      headers.push_back("Range: bytes=" + std::to_string(asked_->begin) + "-" +
+                        std::to_string(asked_->end - 1));
+    }
+    if (!request.body.empty() || request.method == "PUT" || request.method == "POST") {
+      headers.push_back("Expect:");  // Without waiting for the server's consent.
+    }
+    if (list_ != nullptr) library_.curl_slist_free_all(std::exchange(list_, nullptr));
+    for (const std::string& header : headers) {
+      curl::List* const longer = library_.curl_slist_append(list_, header.c_str());
+      if (longer == nullptr) return {Code::kResourceExhausted, "no memory for a request"};
+      list_ = longer;
+    }
+    const auto set = [&](int option, auto value) {
+      return library_.curl_easy_setopt(easy, option, value) == curl::kOk;
+    };
+    bool ok = set(curl::kUrl, url_.c_str()) && set(curl::kNoSignal, 1L) &&
+              set(curl::kFollowLocation, 0L) && set(curl::kHttpVersion, curl::kHttpVersion11) &&
+              set(curl::kProtocols, curl::kProtocolHttp | curl::kProtocolHttps) &&
+              set(curl::kConnectTimeoutMs, kConnectMs) && set(curl::kLowSpeedLimit, kSlowBytes) &&
+              set(curl::kLowSpeedTime, kSlowSeconds) && set(curl::kPathAsIs, 1L) &&
+              set(curl::kTcpKeepAlive, 1L) && set(curl::kBufferSize, 512L << 10) &&
+              set(curl::kUserAgent, "tensormount") && set(curl::kHttpHeader, list_) &&
+              set(curl::kPrivate, static_cast<void*>(this)) &&
+              set(curl::kWriteFunction, &HttpTransfer::OnBody) &&
+              set(curl::kWriteData, static_cast<void*>(this)) &&
+              set(curl::kHeaderFunction, &HttpTransfer::OnHeader) &&
+              set(curl::kHeaderData, static_cast<void*>(this)) &&
+              set(curl::kErrorBuffer, static_cast<char*>(error_));
+    error_[0] = '\0';
+    if (request.method == "GET") {
+      ok = ok && set(curl::kHttpGet, 1L);
+    } else if (request.method == "HEAD") {
+      ok = ok && set(curl::kNoBody, 1L);
+    } else {
+      ok = ok && set(curl::kPostFieldSizeLarge, static_cast<std::int64_t>(request.body.size())) &&
+           set(curl::kPostFields, request.body.data()) &&
+           set(curl::kCustomRequest, request.method.c_str());
+    }
+    for (const char* name : {"AWS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"}) {
+      const char* const file = std::getenv(name);
+      if (file != nullptr && *file != '\0') {
+        ok = ok && set(curl::kCaInfo, file);
+        break;
+      }
+    }
+    return ok ? Status() : Status(Code::kUnsupported, "libcurl refuses an option");
+  }
+
+  // After a try. True: the call has ended; false: it is to be tried again from not_before() on.
+  bool End(int result) {
+    library_.curl_easy_getinfo(easy, curl::kInfoResponseCode, &code_);
+    response().code = static_cast<int>(code_);
+    if (!verdict_.ok()) return Finish(verdict_);  // Our own functions ended it.
+    if (result != curl::kOk) return TryAgain(TransferFailure(result), std::nullopt);
+    const int code = response().code;
+    if (IsTransient(code)) return TryAgain(HttpFailure(url_, response()), RetryAfter());
+    if (IsRedirect(code) && call_->request_.follow_redirects &&
+        !response().Header("location").empty()) {
+      return Redirect();
+    }
+    if (!head_checked_) CheckHead();  // An answer without a body.
+    if (!verdict_.ok()) return Finish(verdict_);
+    if (code < 200 || code > 299 || !asked_) return Finish(Status());
+    if (response().received < Expected()) {
+      return TryAgain(Status(Code::kUnavailable, ShownUrl(url_) + ": the answer was short: " +
+                                                     std::to_string(response().received) + " of " +
+                                                     std::to_string(Expected()) + " bytes"),
+                      std::nullopt);
+    }
+    return Finish(Status());
+  }
+
+  // Ends a call. Returns true.
+  bool Finish(Status status) {
+    HttpCall& call = *call_;
+    call.status_ = std::move(status);
+    if (call.at_end_) std::exchange(call.at_end_, {})(call);
+    {
+      const std::lock_guard lock(call.mutex_);
+      call.ended_.store(true, std::memory_order_release);
+    }
+    call.changed_.notify_all();
+    return true;
+  }
+  // Ends a call that was cancelled or is late. False: neither.
+  bool EndIfOver() {
+    if (call_->cancelled_.load()) {
+      return Finish(Status(Code::kCancelled, ShownUrl(url_) + ": the request was cancelled"));
+    }
+    if (!call_->deadline_.Passed()) return false;
+    std::string text = ShownUrl(url_) + ": no answer in time";
+    if (!last_.ok()) text += "; the last failure: " + std::string(last_.message());
+    return Finish(Status(Code::kDeadlineExceeded, std::move(text)));
+  }
+
+ private:
+  static std::string Origin(std::string_view url) {
+    const Result<Url> parsed = ParseUrl(url);
+    return parsed.ok() ? parsed.value().origin() : std::string();
+  }
+  static bool IsCredential(std::string_view header) {
+    std::string name;
+    for (const char c : header.substr(0, header.find(':'))) {
+      name += static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
+    }
+    return name == "authorization" || name == "cookie" || name.starts_with("x-amz-");
+  }
+  HttpResponse& response() { return call_->response_; }
+  // Bytes of the range that the object has.
+  std::uint64_t Expected() {
+    const ByteRange& range = *call_->request_.range;
+    const std::uint64_t end = std::min(range.end, response().object_size.value_or(range.end));
+    return end > range.begin ? end - range.begin : 0;
+  }
+
+  Status TransferFailure(int result) {
+    const std::string text =
+        ShownUrl(url_) + ": " + (error_[0] != '\0' ? error_ : library_.curl_easy_strerror(result));
+    switch (result) {
+      case curl::kUnsupportedProtocol:
+      case curl::kMalformedUrl:
+        return {Code::kInvalidArgument, text};
+      case curl::kPeerFailedVerification:
+      case curl::kCaBadFile:
+        return {Code::kPermissionDenied, text};
+      default:
+        return {Code::kUnavailable, text};
+    }
+  }
+
+  std::optional<std::chrono::milliseconds> RetryAfter() {
+    const auto seconds = ParseNumber(response().Header("retry-after"));
+    if (!seconds) return std::nullopt;
+    return std::chrono::seconds(std::min<std::uint64_t>(*seconds, 3600));
+  }
+
+  bool TryAgain(const Status& failure, std::optional<std::chrono::milliseconds> wait) {
+    last_ = failure;
+    if (failure.code() != Code::kUnavailable || ++tries_ >= call_->request_.tries) {
+      return Finish(tries_ > 1 && failure.code() == Code::kUnavailable
+                        ? failure.WithMessage(std::string(failure.message()) + " (" +
+                                              std::to_string(tries_) + " tries)")
+                        : failure);
+    }
+    if (!wait) {
+      static thread_local std::minstd_rand random(std::random_device{}());
+      const auto most = std::min(kFirstWait * (1 << std::min(tries_ - 1, 10)), kLongestBackoff);
+      wait = most / 2 + std::chrono::milliseconds(random() % (most.count() / 2 + 1));
+    }
+    not_before_ = Deadline::Clock::now() + *wait;
+    if (not_before_ >= call_->deadline_.time()) {
+      return Finish(Status(Code::kDeadlineExceeded,
+                           std::string(failure.message()) + "; no time for another try"));
+    }
+    return false;
+  }
+
+  bool Redirect() {
+    if (response().first_headers.empty()) response().first_headers = response().headers;
+    const Result<Url> from = ParseUrl(url_);
+    const Result<Url> to = ResolveRedirect(from.value(), response().Header("location"));
+    if (++redirects_ > kMostRedirects) {
+      return Finish(Status(Code::kUnavailable, ShownUrl(call_->request_.url) + ": more than " +
+                                                   std::to_string(kMostRedirects) + " redirects"));
+    }
+    if (!to.ok()) return Finish(to.status().WithContext(ShownUrl(url_) + ": redirect"));
+    if (from.value().scheme == "https" && to.value().scheme == "http") {
+      return Finish(
+          Status(Code::kPermissionDenied, ShownUrl(url_) + ": redirects from https to http"));
+    }
+    url_ = to.value().ToString();
+    not_before_ = {};
+    return false;
+  }
+
+  // Judges the head of an answer before the first byte of its body is taken.
+  void CheckHead() {
+    head_checked_ = true;
+    long code = 0;
+    library_.curl_easy_getinfo(easy, curl::kInfoResponseCode, &code);
+    const auto refuse = [&](Code kind, const std::string& why) {
+      verdict_ = Status(kind, ShownUrl(url_) + ": " + why);
+    };
+    const std::string_view encoding = response().Header("content-encoding");
+    if (!encoding.empty() && encoding != "identity") {
+      return refuse(Code::kUnsupported, "the server sends the object encoded (" +
+                                            std::string(encoding.substr(0, 40)) + ")");
+    }
+    if (!asked_ || code < 200 || code > 299) return;
+    const auto length = ParseNumber(response().Header("content-length"));
+    if (code == 206) {
+      const auto got = ParseContentRange(response().Header("content-range"));
+      if (!got) return refuse(Code::kDataLoss, "an answer of 206 without a valid Content-Range");
+      if (got->bytes.begin != asked_->begin || got->bytes.end > asked_->end ||
+          (got->bytes.end < asked_->end && got->bytes.end != got->size)) {
+        return refuse(Code::kDataLoss,
+                      "asked for the bytes " + std::to_string(asked_->begin) + " to " +
+                          std::to_string(asked_->end) + ", the server sends " +
+                          std::to_string(got->bytes.begin) + " to " +
+                          std::to_string(got->bytes.end) + " of " + std::to_string(got->size));
+      }
+      if (response().object_size && *response().object_size != got->size) {
+        return refuse(Code::kStale, "the object was replaced while it was read");
+      }
+      response().object_size = got->size;
+      return;
+    }
+    // A whole object that fits, from a server that does not know ranges.
+    if (asked_->begin == 0 && length && *length <= asked_->end) {
+      response().object_size = *length;
+      return;
+    }
+    refuse(Code::kUnsupported,
+           "the server ignores the Range header: it sends whole objects only, so that no part of "
+           "this one can be read. Use another server (nginx, S3), or copy the file here first");
+  }
+
+  static std::size_t OnHeader(char* data, std::size_t size, std::size_t count, void* self) {
+    return static_cast<HttpTransfer*>(self)->TakeHeader({data, size * count}) ? size * count : 0;
+  }
+  static std::size_t OnBody(char* data, std::size_t size, std::size_t count, void* self) {
+    return static_cast<HttpTransfer*>(self)->TakeBody({data, size * count}) ? size * count : 0;
+  }
+
+  bool TakeHeader(std::string_view line) {
+    header_bytes_ += line.size();
+    if (header_bytes_ > kMostHeaderBytes) {
+      verdict_ =
+          Status(Code::kDataLoss, ShownUrl(url_) + ": the answer has more than 64 KiB of headers");
+      return false;
+    }
+    if (line.starts_with("HTTP/")) {  // Also after "100 Continue".
+      response().headers.clear();
+      return true;
+    }
+    const std::size_t colon = line.find(':');
+    if (colon == std::string_view::npos) return true;
+    std::string name;
+    for (const char c : Trimmed(line.substr(0, colon))) {
+      name += static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
+    }
+    response().headers[name] = Trimmed(line.substr(colon + 1));
+    return true;
+  }
+
+  bool TakeBody(std::string_view data) {
+    if (!head_checked_) CheckHead();
+    if (!verdict_.ok()) return false;
+    library_.curl_easy_getinfo(easy, curl::kInfoResponseCode, &code_);
+    const bool success = code_ >= 200 && code_ <= 299;
+    const HttpRequest& request = call_->request_;
+    if (success && !request.into.empty()) {
+      if (data.size() > request.into.size() - response().received) {
+        verdict_ = Status(Code::kDataLoss,
+                          ShownUrl(url_) + ": the server sends more than it was asked for");
+        return false;
+      }
+      std::memcpy(request.into.data() + response().received, data.data(), data.size());
+      response().received += data.size();
+      return true;
+    }
+    // The text of an error is cut; the rest is not needed.
+    constexpr std::size_t kErrorText = 16 << 10;
+    const std::uint64_t most = success ? request.most_body : kErrorText;
+    if (data.size() > most - std::min<std::uint64_t>(most, response().body.size())) {
+      if (!success) return true;
+      verdict_ = Status(Code::kDataLoss, ShownUrl(url_) + ": the answer has more than " +
+                                             std::to_string(most) + " bytes");
+      return false;
+    }
+    response().body.append(data);
+    if (success) response().received += data.size();
+    return true;
+  }
+
+  const curl::Library& library_;
+  const std::shared_ptr<HttpCall> call_;
+  std::string url_;  // Of this try: redirects change it.
+  curl::List* list_ = nullptr;
+  char error_[256] = {};
+  long code_ = 0;
+  std::size_t header_bytes_ = 0;
+  bool head_checked_ = false;
+  Status verdict_;
+  std::optional<ByteRange> asked_;
+  int tries_ = 0;
+  int redirects_ = 0;
+  Status last_;
+  Deadline::Clock::time_point not_before_{};
+};
+
+// The thread and its queue.
+class HttpClient::Loop {
+ public:
+  static Result<std::shared_ptr<Loop>> Make() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const curl::Library* const library, curl::Open());
+    auto loop = std::make_shared<Loop>(*library);
+    if (loop->multi_ == nullptr || loop->wake_ < 0) {
+      return Status(Code::kResourceExhausted, "cannot start the requests of URLs");
+    }
+    library->curl_multi_setopt(loop->multi_, curl::kMultiMaxConnects,
+                               static_cast<long>(kMostActive));
+    // Lives as long as the process: it may be needed during exit.
+    Thread([loop] { loop->Work(); }).detach();
+    return loop;
+  }
+  explicit Loop(const curl::Library& library)
+      : library_(library),
+        multi_(library.curl_multi_init()),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+
+  void Add(std::shared_ptr<HttpCall> call) {
+    auto transfer = std::make_unique<HttpTransfer>(library_, std::move(call));
+    {
+      const std::lock_guard lock(mutex_);
+      arrived_.push_back(std::move(transfer));
+    }
+    const std::uint64_t one = 1;
+    (void)!write(wake_, &one, sizeof(one));
+  }
+
+ private:
+  void Work() {
+    for (;;) {
+      std::uint64_t count = 0;
+      (void)!read(wake_, &count, sizeof(count));
+      {
+        const std::lock_guard lock(mutex_);
+        for (auto& transfer : arrived_) waiting_.push_back(std::move(transfer));
+        arrived_.clear();
+      }
+      EndThoseThatAreOver();
+      BeginSome();
+      int running = 0;
+      library_.curl_multi_perform(multi_, &running);
+      TakeEnded();
+      BeginSome();
+      curl::WaitDescriptor wake{wake_, curl::kWaitIn, 0};
+      const bool idle = active_.empty() && waiting_.empty();
+      // Without work the thread sleeps until it is woken; connections stay open for a while.
+      const int wait = idle ? 60'000 : static_cast<int>(kTick.count());
+      int ready = 0;
+      library_.curl_multi_wait(multi_, &wake, 1, wait, &ready);
+    }
+  }
+
+  void BeginSome() {
+    const auto now = Deadline::Clock::now();
+    for (auto at = waiting_.begin(); at != waiting_.end() && active_.size() < kMostActive;) {
+      if ((*at)->not_before() > now) {
+        ++at;
+        continue;
+      }
+      std::unique_ptr<HttpTransfer> transfer = std::move(*at);
+      at = waiting_.erase(at);
+      transfer->easy = TakeEasy();
+      Status begun = transfer->easy == nullptr
+                         ? Status(Code::kResourceExhausted, "no memory for a request")
+                         : transfer->Begin();
+      if (begun.ok() && library_.curl_multi_add_handle(multi_, transfer->easy) != curl::kOk) {
+        begun = Status(Code::kResourceExhausted, "libcurl cannot begin a request");
+      }
+      if (!begun.ok()) {
+        GiveBack(*transfer);
+        transfer->Finish(std::move(begun));
+        continue;
+      }
+      active_.push_back(std::move(transfer));
+    }
+  }
+
+  void TakeEnded() {
+    int left = 0;
+    while (const curl::Message* const message = library_.curl_multi_info_read(multi_, &left)) {
+      if (message->message != curl::kMessageDone) continue;
+      const int result = message->data.result;
+      const auto at = std::find_if(active_.begin(), active_.end(), [&](const auto& transfer) {
+        return transfer->easy == message->easy;
+      });
+      if (at == active_.end()) continue;
+      std::unique_ptr<HttpTransfer> transfer = std::move(*at);
+      active_.erase(at);
+      library_.curl_multi_remove_handle(multi_, transfer->easy);
+      const bool over = transfer->End(result);
+      GiveBack(*transfer);
+      if (!over) waiting_.push_front(std::move(transfer));
+    }
+  }
+
+  void EndThoseThatAreOver() {
+    for (auto at = active_.begin(); at != active_.end();) {
+      if (!IsOver((*at)->call())) {
+        ++at;
+        continue;
+      }
+      // Before its end nobody may write to the caller's memory any more.
+      library_.curl_multi_remove_handle(multi_, (*at)->easy);
+      GiveBack(**at);
+      (*at)->EndIfOver();
+      at = active_.erase(at);
+    }
+    for (auto at = waiting_.begin(); at != waiting_.end();) {
+      at = IsOver((*at)->call()) && (*at)->EndIfOver() ? waiting_.erase(at) : at + 1;
+    }
+  }
+  static bool IsOver(const HttpCall& call) {
+    return call.cancelled_.load() || call.deadline_.Passed();
+  }
+
+  curl::Easy* TakeEasy() {
+    if (free_.empty()) return library_.curl_easy_init();
+    curl::Easy* const easy = free_.back();
+    free_.pop_back();
+    return easy;
+  }
+  void GiveBack(HttpTransfer& transfer) {
+    if (transfer.easy == nullptr) return;
+    library_.curl_easy_reset(transfer.easy);
+    free_.push_back(std::exchange(transfer.easy, nullptr));
+  }
+
+  const curl::Library& library_;
+  curl::Multi* const multi_;
+  const int wake_;
+  // Only the thread uses these.
+  std::deque<std::unique_ptr<HttpTransfer>> waiting_;
+  std::deque<std::unique_ptr<HttpTransfer>> active_;
+  std::vector<curl::Easy*> free_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<HttpTransfer>> arrived_;
+};
+
+HttpClient& HttpClient::Get() { return PerProcess<HttpClient>(); }
+HttpClient::HttpClient() = default;
+
+std::chrono::milliseconds HttpClient::Patience() {
+  const char* const given = std::getenv("TENSORMOUNT_PATIENCE");
+  if (given != nullptr) {
+    const auto seconds = ParseNumber(given);
+    if (seconds && *seconds > 0 && *seconds <= 86'400) return std::chrono::seconds(*seconds);
+  }
+  return kDefaultPatience;
+}
+
+Result<std::shared_ptr<HttpCall>> HttpClient::Start(HttpRequest request, const Deadline& deadline,
+                                                    std::function<void(HttpCall&)> at_end) {
+  TENSORMOUNT_RETURN_IF_ERROR(ParseUrl(request.url).status());
+  if (request.range && request.range->empty()) {
+    return Status(Code::kInternal, "a request for no bytes");
+  }
+  if (!request.into.empty() && (!request.range || request.range->size() != request.into.size())) {
+    return Status(Code::kInternal, "a request whose memory has another size than its range");
+  }
+  std::shared_ptr<Loop> loop;
+  {
+    const std::lock_guard lock(mutex_);
+    if (loop_ == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(loop_, Loop::Make());
+    }
+    loop = loop_;
+  }
+  auto call = std::make_shared<HttpCall>(std::move(request), deadline);
+  call->at_end_ = std::move(at_end);
+  loop->Add(call);
+  return call;
+}
+
+Result<std::vector<std::shared_ptr<HttpCall>>> HttpClient::Run(std::vector<HttpRequest> requests,
+                                                               const ReadLimits& limits) {
+  const Deadline own = Deadline::After(Patience());
+  const Deadline deadline =
+      limits.deadline && limits.deadline->time() < own.time() ? *limits.deadline : own;
+  std::vector<std::shared_ptr<HttpCall>> calls;
+  Status failure;
+  for (HttpRequest& request : requests) {
+    Result<std::shared_ptr<HttpCall>> call = Start(std::move(request), deadline);
+    if (!call.ok()) {
+      failure = call.status();
+      break;
+    }
+    calls.push_back(std::move(call).value());
+  }
+  const auto cancel_all = [&] {
+    for (const auto& call : calls) call->Cancel();
+  };
+  if (!failure.ok()) cancel_all();
+  for (const auto& call : calls) {
+    while (limits.cancel != nullptr && !call->ended()) {
+      if (limits.cancel->load() && failure.ok()) {
+        failure = Status(Code::kCancelled, "the read was cancelled");
+        cancel_all();
+      }
+      std::unique_lock lock(call->mutex_);
+      call->changed_.wait_for(lock, kTick, [&] { return call->ended(); });
+    }
+    if (const Status status = call->Await(); !status.ok() && failure.ok()) {
+      failure = status;
+      cancel_all();
+    }
+  }
+  if (!failure.ok()) return failure;
+  return calls;
+}
+
+Result<std::shared_ptr<HttpCall>> HttpClient::Run(HttpRequest request, const ReadLimits& limits) {
+  std::vector<HttpRequest> requests;
+  requests.push_back(std::move(request));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto calls, Run(std::move(requests), limits));
+  return calls.front();
+}
+
+Status HttpFailure(std::string_view url, const HttpResponse& response) {
+  const std::string text = ShownUrl(url) + ": " + CodeText(response.code);
+  switch (response.code) {
+    case 401:
+    case 403:
+      return {Code::kPermissionDenied, text};
+    case 404:
+    case 410:
+      return {Code::kNotFound, text};
+    case 412:
+      return {Code::kStale, ShownUrl(url) + ": the object was replaced since it was opened"};
+    case 416:
+      return {Code::kDataLoss, text};
+    default:
+      return {IsTransient(response.code) ? Code::kUnavailable : Code::kUnsupported, text};
+  }
+}
+
+}  // namespace tensormount

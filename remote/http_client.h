@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_REMOTE_HTTP_CLIENT_H_
+#define TENSORMOUNT_REMOTE_HTTP_CLIENT_H_
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/byte_range.h"
+#include "base/deadline.h"
+#include "base/file_system.h"
+
+namespace tensormount {
+
+struct HttpRequest {
+  std::string method = "GET";
+  std::string url;
+  std::vector<std::string> headers;  // "name: value", without Range.
+  // Adds headers that depend on the time, such as a signature; called before each try. Only for
+  // the origin of `url`: a redirect to another one gets neither these nor "authorization".
+  std::function<Status(const HttpRequest&, std::vector<std::string>&)> sign;
+  std::string body;
+  // Asks for these bytes of the object. The answer must have exactly them, or end with the object.
+  std::optional<ByteRange> range;
+  // Where the bytes of `range` go; as large as the range. Empty: they go to HttpResponse::body.
+  std::span<std::byte> into;
+  // Of HttpResponse::body. A longer answer fails with kDataLoss.
+  std::uint64_t most_body = std::uint64_t{1} << 20;
+  bool follow_redirects = true;
+  int tries = 8;
+};
+
+struct HttpResponse {
+  int code = 0;                                             // The last one; 0: none came.
+  std::map<std::string, std::string, std::less<>> headers;  // Names in lower case.
+  std::string body;
+  // Bytes of the range that have arrived.
+  std::uint64_t received = 0;
+  // Size of the object, from Content-Range, or from Content-Length of a whole object.
+  std::optional<std::uint64_t> object_size;
+  // Headers of the first answer, if redirects followed.
+  std::map<std::string, std::string, std::less<>> first_headers;
+
+  // The value of a header; empty: there is none.
+  std::string_view Header(std::string_view name) const;
+};
+
+// A request on its way. Made by HttpClient::Start.
+class HttpCall {
+ public:
+  HttpCall(HttpRequest request, const Deadline& deadline);
+  ~HttpCall();
+  HttpCall(const HttpCall&) = delete;
+  HttpCall& operator=(const HttpCall&) = delete;
+
+  // Waits for the end. After it, nothing writes to `into` any more. Ok: an answer has come, with
+  // any code that is not a transient failure (HttpResponse::code).
+  Status Await();
+  bool ended() const { return ended_.load(std::memory_order_acquire); }
+  // Asks for the end; Await still has to be called.
+  void Cancel() { cancelled_.store(true); }
+  const HttpRequest& request() const { return request_; }
+  const HttpResponse& response() const { return response_; }
+  HttpResponse& response() { return response_; }
+
+ private:
+  friend class HttpClient;
+  friend class HttpTransfer;
+  const HttpRequest request_;
+  const Deadline deadline_;
+  HttpResponse response_;
+  Status status_;
+  // Runs on the client's thread at the end, before Await returns.
+  std::function<void(HttpCall&)> at_end_;
+  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> ended_{false};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+// Requests over HTTP/1.1, up to 32 at a time, by one thread of this process. Transient failures
+// (no connection, a connection that broke, an answer that is short, 408, 429, 5xx) are tried again
+// with growing waits, or the wait that the server asks for, until the deadline; a range continues
+// where it stopped. Redirects are followed, at most ten, never from https to http. Proxies as
+// libcurl has them (https_proxy, no_proxy). Thread-safe.
+class HttpClient {
+ public:
+  // The one of this process.
+  static HttpClient& Get();
+  HttpClient();
+
+  // kUnsupported: no libcurl. `at_end` runs on the client's thread, and must not wait.
+  Result<std::shared_ptr<HttpCall>> Start(HttpRequest request, const Deadline& deadline,
+                                          std::function<void(HttpCall&)> at_end = {});
+  // Starts the requests and waits for all. The first failure ends the others. `limits` as in
+  // File::ReadMany, at most kPatience.
+  Result<std::vector<std::shared_ptr<HttpCall>>> Run(std::vector<HttpRequest> requests,
+                                                     const ReadLimits& limits = {});
+  Result<std::shared_ptr<HttpCall>> Run(HttpRequest request, const ReadLimits& limits = {});
+
+  // How long a request may take, with all tries, if the caller sets no limit. TENSORMOUNT_PATIENCE
+  // (seconds) changes it.
+  static std::chrono::milliseconds Patience();
+
+ private:
+  class Loop;
+  std::mutex mutex_;
+  std::shared_ptr<Loop> loop_;
+};
+
+// The error for an answer that is not the object: "URL: 404 Not Found", with the code that fits.
+Status HttpFailure(std::string_view url, const HttpResponse& response);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_REMOTE_HTTP_CLIENT_H_

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_REMOTE_SIGV4_H_
+#define TENSORMOUNT_REMOTE_SIGV4_H_
+
+#include <array>
+#include <cstdint>
+#include <ctime>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "remote/url.h"
+
+namespace tensormount {
+
+using Sha256Digest = std::array<unsigned char, 32>;
+// FIPS 180-4.
+Sha256Digest Sha256(std::string_view data);
+// RFC 2104.
+Sha256Digest HmacSha256(std::string_view key, std::string_view data);
+std::string Hexadecimal(const Sha256Digest& digest);
+
+struct AwsCredentials {
+  std::string access_key;  // Empty: requests are not signed.
+  std::string secret_key;
+  std::string session_token;  // Empty: none.
+};
+
+// The headers that sign a request with AWS Signature Version 4: x-amz-date, x-amz-content-sha256,
+// x-amz-security-token and authorization. `url` is encoded; its query is signed, too. `body_hash`:
+// the SHA-256 of the body in hexadecimal. Source: "Create a signed AWS API request" in the AWS
+// Identity and Access Management user guide.
+std::vector<std::string> SignV4(std::string_view method, const Url& url, std::string_view body_hash,
+                                const AwsCredentials& credentials, std::string_view region,
+                                std::string_view service, std::time_t now);
+
+// SHA-256 of no bytes.
+inline constexpr std::string_view kEmptySha256 =
+    "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_REMOTE_SIGV4_H_
