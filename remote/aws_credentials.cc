@@ -325,15 +325,25 @@ Result<AwsCredentialChain::Found> AwsCredentialChain::Find() const {
 }
 
 Result<AwsCredentials> AwsCredentialChain::Current() {
-  const std::lock_guard lock(mutex_);
-  if (!found_ || (found_->expires && *found_->expires - kEarly < std::time(nullptr))) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(found_, Find());
+  const std::lock_guard alone(finding_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (found_ && (!found_->expires || *found_->expires - kEarly > std::time(nullptr))) {
+      return found_->credentials;
+    }
   }
+  TENSORMOUNT_ASSIGN_OR_RETURN(Found found, Find());
+  const std::lock_guard lock(mutex_);
+  found_ = std::move(found);
   return found_->credentials;
 }
 
+AwsCredentials AwsCredentialChain::Latest() {
+  const std::lock_guard lock(mutex_);
+  return found_ ? found_->credentials : AwsCredentials();
+}
+
 std::string AwsCredentialChain::Origin() {
-  (void)Current();
   const std::lock_guard lock(mutex_);
   return found_ ? found_->origin : "none";
 }

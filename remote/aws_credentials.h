@@ -41,8 +41,11 @@ class AwsSettings {
 class AwsCredentialChain {
  public:
   static AwsCredentialChain& Get();
-  // An error: a source is configured, and gives none.
+  // May run a program, or ask a server and wait for it: never on the client's thread. An error: a
+  // source is configured, and gives none.
   Result<AwsCredentials> Current();
+  // What Current() has found last; empty: nothing yet. Never waits.
+  AwsCredentials Latest();
   // Where the credentials are from, for `doctor`; "none".
   std::string Origin();
 
@@ -59,7 +62,8 @@ class AwsCredentialChain {
   Result<std::optional<Found>> FromInstance() const;
   static Result<Found> ParseJson(const std::string& text, const std::string& origin);
 
-  std::mutex mutex_;
+  std::mutex finding_;  // Held while credentials are looked for.
+  std::mutex mutex_;    // Guards found_.
   std::optional<Found> found_;
 };
 

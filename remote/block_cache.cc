@@ -12,6 +12,7 @@
 namespace tensormount {
 
 HttpRequest RemoteObject::RequestFor(ByteRange range, std::span<std::byte> into) const {
+  if (prepare) prepare();
   HttpRequest request;
   request.url = url;
   request.headers = headers;
@@ -91,7 +92,8 @@ bool BlockCache::MakeRoom(std::uint64_t bytes) {
 }
 
 Status BlockCache::StartLocked(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
-                               bool whatever_the_room, std::unique_lock<std::mutex>& lock) {
+                               bool whatever_the_room,
+                               std::vector<std::shared_ptr<Request>>* started) {
   const std::uint64_t end = std::min(range.end, object->size);
   const Deadline deadline = Deadline::After(HttpClient::Patience());
   for (std::uint64_t at = range.begin / kBlockBytes * kBlockBytes; at < end;) {
@@ -119,8 +121,8 @@ Status BlockCache::StartLocked(const std::shared_ptr<const RemoteObject>& object
       by_use_.push_front({object->number, b});
       blocks_[{object->number, b}] = {request, by_use_.begin()};
     }
+    if (started != nullptr) started->push_back(std::move(request));
   }
-  (void)lock;
   return {};
 }
 
@@ -131,7 +133,7 @@ Status BlockCache::Start(const std::shared_ptr<const RemoteObject>& object, Byte
   while (wait && !MakeRoom(range.size()) && !deadline.Passed()) {
     changed_.wait_for(lock, std::chrono::milliseconds(20));
   }
-  return StartLocked(object, range, false, lock);
+  return StartLocked(object, range, false, nullptr);
 }
 
 bool BlockCache::Has(const RemoteObject& object, std::uint64_t offset) {
@@ -149,19 +151,22 @@ bool BlockCache::HasAll(const RemoteObject& object, ByteRange range) {
 
 Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
                         std::byte* out, std::uint64_t ahead) {
+  // Held from here on: blocks that make room for others of this read stay until it has copied them.
   std::vector<std::shared_ptr<Request>> requests;
   {
-    std::unique_lock lock(mutex_);
-    TENSORMOUNT_RETURN_IF_ERROR(StartLocked(object, range, true, lock));
-    if (ahead > 0) {
-      TENSORMOUNT_RETURN_IF_ERROR(StartLocked(object, {range.end, range.end + ahead}, false, lock));
-    }
+    const std::lock_guard lock(mutex_);
     for (std::uint64_t b = range.begin / kBlockBytes; b * kBlockBytes < range.end; ++b) {
       const auto found = blocks_.find({object->number, b});
+      if (found == blocks_.end()) continue;
+      by_use_.splice(by_use_.begin(), by_use_, found->second.used);
       if (requests.empty() || requests.back() != found->second.request) {
         requests.push_back(found->second.request);
       }
-      by_use_.splice(by_use_.begin(), by_use_, found->second.used);
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(StartLocked(object, range, true, &requests));
+    if (ahead > 0) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          StartLocked(object, {range.end, range.end + ahead}, false, nullptr));
     }
   }
   for (const std::shared_ptr<Request>& request : requests) {

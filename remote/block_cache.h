@@ -28,6 +28,8 @@ struct RemoteObject {
   std::string url;
   std::vector<std::string> headers;  // Of each request, without If-Match.
   std::function<Status(const HttpRequest&, std::vector<std::string>&)> sign;
+  // Renews what `sign` uses, if need be; called before each request, and may wait. May be empty.
+  std::function<void()> prepare;
   std::uint64_t size = 0;
   // What tells that the object is unchanged: its ETag, or Last-Modified if there is none.
   std::string etag;
@@ -37,7 +39,7 @@ struct RemoteObject {
   std::string begin;                  // Its first bytes.
   std::uint64_t number = 0;           // Another one for each object that was opened.
 
-  // A request for some of its bytes, which fails if the object has changed.
+  // A request for some of its bytes, which fails if the object has changed. May wait (`prepare`).
   HttpRequest RequestFor(ByteRange range, std::span<std::byte> into) const;
 };
 
@@ -75,9 +77,9 @@ class BlockCache {
     std::shared_ptr<Request> request;
     std::list<Key>::iterator used;
   };
-  // Called with mutex_ locked.
+  // These are called with mutex_ locked. `started`: gets the requests that were begun; may be null.
   Status StartLocked(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
-                     bool whatever_the_room, std::unique_lock<std::mutex>& lock);
+                     bool whatever_the_room, std::vector<std::shared_ptr<Request>>* started);
   bool MakeRoom(std::uint64_t bytes);
   void Forget(const Key& key);
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <random>
+#include <set>
 #include <sys/eventfd.h>
 #include <unistd.h>
 #include <utility>
@@ -117,8 +118,10 @@ Status HttpCall::Await() {
 // One try of a call, or what waits for the next. Only the client's thread uses it.
 class HttpTransfer {
  public:
-  HttpTransfer(const curl::Library& library, std::shared_ptr<HttpCall> call)
-      : library_(library), call_(std::move(call)), url_(call_->request_.url) {}
+  // `answered`: the origins that have answered so far, of the client's thread.
+  HttpTransfer(const curl::Library& library, std::shared_ptr<HttpCall> call,
+               std::set<std::string>& answered)
+      : library_(library), call_(std::move(call)), answered_(answered), url_(call_->request_.url) {}
   ~HttpTransfer() {
     if (list_ != nullptr) library_.curl_slist_free_all(list_);
   }
@@ -162,22 +165,26 @@ class HttpTransfer {
       if (longer == nullptr) return {Code::kResourceExhausted, "no memory for a request"};
       list_ = longer;
     }
+    int refused = 0;
     const auto set = [&](int option, auto value) {
-      return library_.curl_easy_setopt(easy, option, value) == curl::kOk;
+      const bool taken = library_.curl_easy_setopt(easy, option, value) == curl::kOk;
+      if (!taken) refused = option;
+      return taken;
     };
     bool ok = set(curl::kUrl, url_.c_str()) && set(curl::kNoSignal, 1L) &&
               set(curl::kFollowLocation, 0L) && set(curl::kHttpVersion, curl::kHttpVersion11) &&
               set(curl::kProtocols, curl::kProtocolHttp | curl::kProtocolHttps) &&
               set(curl::kConnectTimeoutMs, kConnectMs) && set(curl::kLowSpeedLimit, kSlowBytes) &&
               set(curl::kLowSpeedTime, kSlowSeconds) && set(curl::kPathAsIs, 1L) &&
-              set(curl::kTcpKeepAlive, 1L) && set(curl::kBufferSize, 512L << 10) &&
-              set(curl::kUserAgent, "tensormount") && set(curl::kHttpHeader, list_) &&
-              set(curl::kPrivate, static_cast<void*>(this)) &&
+              set(curl::kTcpKeepAlive, 1L) && set(curl::kUserAgent, "tensormount") &&
+              set(curl::kHttpHeader, list_) && set(curl::kPrivate, static_cast<void*>(this)) &&
               set(curl::kWriteFunction, &HttpTransfer::OnBody) &&
               set(curl::kWriteData, static_cast<void*>(this)) &&
               set(curl::kHeaderFunction, &HttpTransfer::OnHeader) &&
               set(curl::kHeaderData, static_cast<void*>(this)) &&
               set(curl::kErrorBuffer, static_cast<char*>(error_));
+    // Some versions refuse it for a handle that was used; the size is for speed only.
+    (void)library_.curl_easy_setopt(easy, curl::kBufferSize, 512L << 10);
     error_[0] = '\0';
     if (request.method == "GET") {
       ok = ok && set(curl::kHttpGet, 1L);
@@ -195,7 +202,9 @@ class HttpTransfer {
         break;
       }
     }
-    return ok ? Status() : Status(Code::kUnsupported, "libcurl refuses an option");
+    return ok ? Status()
+              : Status(Code::kUnsupported, "libcurl refuses its option " + std::to_string(refused) +
+                                               "; it is " + library_.curl_version());
   }
 
   // After a try. True: the call has ended; false: it is to be tried again from not_before() on.
@@ -203,7 +212,13 @@ class HttpTransfer {
     library_.curl_easy_getinfo(easy, curl::kInfoResponseCode, &code_);
     response().code = static_cast<int>(code_);
     if (!verdict_.ok()) return Finish(verdict_);  // Our own functions ended it.
-    if (result != curl::kOk) return TryAgain(TransferFailure(result), std::nullopt);
+    if (result != curl::kOk) {
+      const bool no_connection =
+          result == curl::kNoProxyHost || result == curl::kNoHost || result == curl::kNoConnection;
+      return TryAgain(TransferFailure(result), std::nullopt,
+                      !no_connection || answered_.contains(Origin(url_)));
+    }
+    answered_.insert(Origin(url_));
     const int code = response().code;
     if (IsTransient(code)) return TryAgain(HttpFailure(url_, response()), RetryAfter());
     if (IsRedirect(code) && call_->request_.follow_redirects &&
@@ -286,9 +301,12 @@ class HttpTransfer {
     return std::chrono::seconds(std::min<std::uint64_t>(*seconds, 3600));
   }
 
-  bool TryAgain(const Status& failure, std::optional<std::chrono::milliseconds> wait) {
+  bool TryAgain(const Status& failure, std::optional<std::chrono::milliseconds> wait,
+                bool has_answered = true) {
     last_ = failure;
-    if (failure.code() != Code::kUnavailable || ++tries_ >= call_->request_.tries) {
+    // A name with a mistake should not be looked up for half a minute.
+    const int most = has_answered ? call_->request_.tries : std::min(call_->request_.tries, 3);
+    if (failure.code() != Code::kUnavailable || ++tries_ >= most) {
       return Finish(tries_ > 1 && failure.code() == Code::kUnavailable
                         ? failure.WithMessage(std::string(failure.message()) + " (" +
                                               std::to_string(tries_) + " tries)")
@@ -296,8 +314,8 @@ class HttpTransfer {
     }
     if (!wait) {
       static thread_local std::minstd_rand random(std::random_device{}());
-      const auto most = std::min(kFirstWait * (1 << std::min(tries_ - 1, 10)), kLongestBackoff);
-      wait = most / 2 + std::chrono::milliseconds(random() % (most.count() / 2 + 1));
+      const auto longest = std::min(kFirstWait * (1 << std::min(tries_ - 1, 10)), kLongestBackoff);
+      wait = longest / 2 + std::chrono::milliseconds(random() % (longest.count() / 2 + 1));
     }
     not_before_ = Deadline::Clock::now() + *wait;
     if (not_before_ >= call_->deadline_.time()) {
@@ -427,6 +445,7 @@ class HttpTransfer {
 
   const curl::Library& library_;
   const std::shared_ptr<HttpCall> call_;
+  std::set<std::string>& answered_;
   std::string url_;  // Of this try: redirects change it.
   curl::List* list_ = nullptr;
   char error_[256] = {};
@@ -462,7 +481,7 @@ class HttpClient::Loop {
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
   void Add(std::shared_ptr<HttpCall> call) {
-    auto transfer = std::make_unique<HttpTransfer>(library_, std::move(call));
+    auto transfer = std::make_unique<HttpTransfer>(library_, std::move(call), answered_);
     {
       const std::lock_guard lock(mutex_);
       arrived_.push_back(std::move(transfer));
@@ -578,6 +597,7 @@ class HttpClient::Loop {
   std::deque<std::unique_ptr<HttpTransfer>> waiting_;
   std::deque<std::unique_ptr<HttpTransfer>> active_;
   std::vector<curl::Easy*> free_;
+  std::set<std::string> answered_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<HttpTransfer>> arrived_;
 };

@@ -29,7 +29,8 @@ struct HttpRequest {
   std::string method = "GET";
   std::string url;
   std::vector<std::string> headers;  // "name: value", without Range.
-  // Adds headers that depend on the time, such as a signature; called before each try. Only for
+  // Adds headers that depend on the time, such as a signature; called before each try, on the
+  // client's thread, so it must not wait. Only for
   // the origin of `url`: a redirect to another one gets neither these nor "authorization".
   std::function<Status(const HttpRequest&, std::vector<std::string>&)> sign;
   std::string body;

@@ -58,6 +58,7 @@ bool S3FileSystem::LearnsRegion(const Location& at, const HttpResponse& response
 }
 
 Result<RemoteObject> S3FileSystem::RequestsFor(const Location& at, const std::string& query) {
+  TENSORMOUNT_RETURN_IF_ERROR(AwsCredentialChain::Get().Current().status());
   const std::string region = RegionOf(at);
   std::string endpoint =
       AwsSettings::Read().Find({"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"}, "endpoint_url");
@@ -73,8 +74,8 @@ Result<RemoteObject> S3FileSystem::RequestsFor(const Location& at, const std::st
   }
   if (!query.empty()) object.url += "?" + query;
   object.sign = [region](const HttpRequest& request, std::vector<std::string>& headers) -> Status {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const AwsCredentials credentials,
-                                 AwsCredentialChain::Get().Current());
+    // On the client's thread, which must not wait.
+    const AwsCredentials credentials = AwsCredentialChain::Get().Latest();
     if (credentials.access_key.empty()) return {};
     TENSORMOUNT_ASSIGN_OR_RETURN(const Url url, ParseUrl(request.url));
     for (std::string& header : SignV4(request.method, url, Hexadecimal(Sha256(request.body)),
@@ -83,6 +84,8 @@ Result<RemoteObject> S3FileSystem::RequestsFor(const Location& at, const std::st
     }
     return {};
   };
+  // If this fails, the server says that the credentials have expired.
+  object.prepare = [] { (void)AwsCredentialChain::Get().Current(); };
   return object;
 }
 

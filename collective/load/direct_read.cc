@@ -26,6 +26,9 @@ constexpr int kMostReadThreads = 12;
 // Largest part of a target that is brought from storage and then read.
 constexpr std::uint64_t kColdBytes = std::uint64_t{16} << 20;
 
+// From this mean size of the targets on, reads from a server need nothing brought ahead.
+constexpr std::uint64_t kLongBytes = std::uint64_t{8} << 20;
+
 struct Share {
   LoadTarget* target = nullptr;
   bool whole = true;
@@ -56,7 +59,8 @@ class DirectReader {
     // Targets are in file order, so read-ahead pays.
     const std::shared_ptr<const void> in_order = checkpoint_.ReadInOrder();
     // Data that are not in the page cache are brought ahead of the reads, which get smaller parts.
-    const bool cold = Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
+    const bool cold = !AreLongAndFar(targets) &&
+                      Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
     const int readers = rules_.one_machine ? rules_.ranks_here : 1;
     for (LoadTarget& target : targets) {
       if (!IsExchanged(target)) AddShares(target, cold && MaySplit(target, readers));
@@ -85,6 +89,12 @@ class DirectReader {
   }
   static bool IsExchanged(const LoadTarget& target) {
     return target.tensor->exchange && !target.convert;
+  }
+  // Whether a server works well enough on one read at a time: long ones are many requests, whose
+  // answers go straight to the target.
+  bool AreLongAndFar(std::span<const LoadTarget> targets) const {
+    return !checkpoint_.fs().Can(Ability::kKernelFiles) &&
+           report_.bytes / std::max<std::size_t>(targets.size(), 1) >= kLongBytes;
   }
   static std::vector<Prefetcher::Read> WholeReads(std::span<const LoadTarget> targets) {
     std::vector<Prefetcher::Read> reads;
