@@ -46,9 +46,10 @@ Status CheckIsPath(std::string_view text) {
   if (text.starts_with("file:///")) {
     return {Code::kUnsupported, name + ": is a URL; pass the path instead: " + name.substr(7)};
   }
-  return {Code::kUnsupported, name +
-                                  ": is a URL; only local directories can be read and written. "
-                                  "Mount it, or copy it to this machine first"};
+  return {Code::kUnsupported,
+          name +
+              ": is a URL of a kind that cannot be read: https, s3, gs and hf "
+              "can (docs/remote.md). Mount it, or copy it to this machine first"};
 }
 
 struct Schemes {

@@ -74,7 +74,9 @@ Result<std::shared_ptr<const HubFileSystem::Commit>> HubFileSystem::CommitOf(
                 PercentEncode(at.revision, false);
   request.headers = Headers();
   request.most_body = kMostAnswer;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto call, HttpClient::Get().Run(std::move(request)));
+  const auto answered = HttpClient::Get().Run(std::move(request));
+  if (!answered.ok()) return answered.status().WithContext(path);
+  const auto& call = answered.value();
   if (call->response().code != 200) return FailureOf(path, call->response());
   const nlohmann::json json = nlohmann::json::parse(call->response().body, nullptr, false);
   auto commit = std::make_shared<Commit>();

@@ -17,8 +17,6 @@ namespace tensormount {
 // HF_TOKEN, or that of `hf auth login`.
 class HubFileSystem : public RemoteFileSystem {
  public:
-  std::string_view name() const override { return "the Hugging Face hub"; }
-
  protected:
   Result<RemoteObject> ObjectAt(const std::string& path) override;
   Result<std::optional<Entries>> EntriesOf(const std::string& path) override;

@@ -22,6 +22,7 @@ namespace tensormount {
 // an object is asked for, and what a directory has, if their servers tell.
 class RemoteFileSystem : public ReadOnlyFileSystem {
  public:
+  std::string_view name() const override { return "storage behind a URL"; }
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override;
   Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
                                                 const std::string& name) override;
@@ -73,7 +74,6 @@ class RemoteFileSystem : public ReadOnlyFileSystem {
 // checkpoints have.
 class HttpFileSystem : public RemoteFileSystem {
  public:
-  std::string_view name() const override { return "a server for HTTP"; }
   Result<std::vector<DirectoryEntry>> List(const std::string& path) override;
 
  protected:

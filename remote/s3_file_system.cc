@@ -113,7 +113,9 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
       request.sign = asked.sign;
       request.most_body = kMostListing;
       request.follow_redirects = false;
-      TENSORMOUNT_ASSIGN_OR_RETURN(call, HttpClient::Get().Run(std::move(request)));
+      Result<std::shared_ptr<HttpCall>> answered = HttpClient::Get().Run(std::move(request));
+      if (!answered.ok()) return answered.status().WithContext(path);
+      call = std::move(answered).value();
       if (call->response().code == 200 || !LearnsRegion(at, call->response())) break;
     }
     if (call->response().code != 200) return FailureOf(path, call->response());

@@ -19,8 +19,6 @@ namespace tensormount {
 // to be in another one is asked there.
 class S3FileSystem : public RemoteFileSystem {
  public:
-  std::string_view name() const override { return "S3"; }
-
  protected:
   Result<RemoteObject> ObjectAt(const std::string& path) override;
   Result<std::optional<Entries>> EntriesOf(const std::string& path) override;

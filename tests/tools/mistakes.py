@@ -8,6 +8,7 @@ what a build of the command answers:
   mistakes.py BIN > answers.md
 """
 
+import os
 import pathlib
 import shlex
 import subprocess
@@ -90,13 +91,14 @@ ls notes.txt | notes.txt | not a file of a supported format
 ls st/step-1 'typo*' | 'typo*': no key of st/step-1 matches it | `tensormount ls st/step-1`
 ls st/step-1 wte.weigth | no key of st/step-1 matches it | did you mean wte.weight
 ls st/step-3 | st/step-3: no such file or directory | did you mean st/step-
-ls s3://bucket/x | s3://bucket/x: is a URL | Mount it
+ls s3://bucket/x | s3://bucket/x | connect
+ls ftp://host/x | ftp://host/x: is a URL | https, s3
 ls file:///tmp/x | is a URL; pass the path instead: /tmp/x
 ls st/step-1/data | st/step-1/data
 ls cut.safetensors | cut.safetensors
-import m.safetensors s3://bucket/x | s3://bucket: is a URL | Mount it
-import m.safetensors gs://b/x | gs://b: is a URL
-import s3://bucket/x st/a | s3://bucket/x: is a URL
+import m.safetensors s3://bucket/x | s3://bucket: storage behind a URL is read-only
+import m.safetensors gs://b/x | gs://b: storage behind a URL is read-only
+import s3://bucket/x st/a | s3://bucket/x | connect
 import m.safetensors st | st: the path must be STORE/NAME
 import m.safetensors st/ | st
 import m.safetensors st/step-1 | st/step-1 | choose another name, or pass --if-exists replace
@@ -116,13 +118,13 @@ export st/step-1 m.safetensors --to safetensors | m.safetensors
 export st/step-1 nodir/out --to npy | nodir | No such file
 export st/step-1 out --to npy --hf-part-size 1GB | --hf-part-size and --hf-rules require --to hf
 export st/step-1 out --to hf --hf-part-size many | many
-export st/step-1 s3://x/y --to npy | s3://x/y: is a URL
+export st/step-1 s3://x/y --to npy | s3://x/y: storage behind a URL is read-only
 export nothere out --to npy | nothere: no such file or directory
 adopt m.safetensors st/step-1 | st/step-1
 adopt m.safetensors bare | adopt bare: the path must be STORE/NAME
 adopt st/step-1 st/a | st/step-1: already a tensormount checkpoint | `tensormount import`
 adopt empty st/a | empty: the directory is empty
-adopt m.safetensors s3://x/y | s3://x: is a URL
+adopt m.safetensors s3://x/y | s3://x: storage behind a URL is read-only
 mount nothere mnt | nothere: no such file or directory
 mount st nomnt | mount point nomnt: no such directory
 mount empty mnt | `tensormount init empty` makes this directory a store | the directory is empty
@@ -145,7 +147,7 @@ publish st/.staging/none | none
 publish st/step-1 | st/step-1
 check none.json | none.json | No such file
 check notes.json | notes.json
-init s3://x | s3://x: is a URL
+init s3://x | s3://x: storage behind a URL is read-only
 init st/step-1 | cannot create a store there
 init notes.txt | notes.txt is not a directory
 compact st/a | compact: this command is not implemented yet
@@ -180,7 +182,9 @@ def make_world(tool, folder):
 def answer(tool, folder, words):
     """(exit status, standard error)."""
     done = subprocess.run([tool, *words], cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, timeout=60,
-                          errors="replace")
+                          errors="replace",  # Nothing answers at this port, and the network is not asked.
+                          env={**os.environ, "HOME": str(folder), "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+                               "AWS_EC2_METADATA_DISABLED": "true"})
     return done.returncode, done.stderr.strip()
 
 def main():
