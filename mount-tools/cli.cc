@@ -430,7 +430,7 @@ void AddInspectCommands(Program& p) {
 
   c = p.Command("doctor", "Shows what this machine offers, what is missing and how to get it",
                 "tensormount doctor --dir /checkpoints", p.doctor_directory, RunDoctor);
-  c->add_option("--dir", p.doctor_directory, "Directory whose filesystem is tested")
+  c->add_option("where,--dir", p.doctor_directory, "Directory whose filesystem is tested, or a URL")
       ->capture_default_str();
 }
 

@@ -19,12 +19,13 @@
 #include "mount-tools/commands.h"
 #include "mount-tools/mpi_module.h"
 #include "mount-tools/source.h"
+#include "remote/remote.h"
 
 namespace tensormount::tools {
 namespace {
 
-// One line of the report. Except for "filesystem", the command succeeds even if `good` is false,
-// because most missing features have a substitute.
+// One line of the report. Except for "filesystem" and "url", the command succeeds even if `good` is
+// false, because most missing features have a substitute.
 struct Diagnosis {
   std::string name;
   bool good = false;
@@ -219,7 +220,17 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
   findings.push_back({"digest", true,
                       Crc64IsAccelerated() ? "by carry-less multiplication" : "by tables (slow)",
                       ""});
-  FileSystemFeatures(directory, findings);
+  const Result<std::string> curl = UrlLibraryVersion();
+  findings.push_back(
+      {"urls", curl.ok(), curl.ok() ? "by " + curl.value() : curl.status().message(), ""});
+  if (directory.find("://") != std::string::npos) {
+    for (UrlFinding& found : ExamineUrl(directory)) {
+      findings.push_back(
+          {std::move(found.name), found.good, std::move(found.detail), std::move(found.remedy)});
+    }
+  } else {
+    FileSystemFeatures(directory, findings);
+  }
 
   bool usable = true;
   for (const Diagnosis& finding : findings) {
@@ -236,7 +247,7 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
       }
     }
     // The finding "filesystem" exists only if no test directory could be made.
-    if (finding.name == "filesystem") usable = false;
+    if (finding.name == "filesystem" || (finding.name == "url" && !finding.good)) usable = false;
   }
   const int flushed = terminal.Flush();
   return flushed != kDone ? flushed : (usable ? kDone : kFailed);
