@@ -93,6 +93,13 @@ class File {
   // Reads `size` bytes, or up to the end of the file; returns the number read. Retries EINTR and
   // short reads.
   virtual Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) = 0;
+  // Like ReadAt, for a caller that goes on to read what follows, up to `end` at most: a remote file
+  // may ask for it ahead. The default calls ReadAt.
+  virtual Result<std::size_t> ReadAtWithin(std::uint64_t offset, void* out, std::size_t size,
+                                           std::uint64_t end) {
+    (void)end;
+    return ReadAt(offset, out, size);
+  }
   // Reads consecutive bytes into several buffers, in order (preadv). The default calls ReadAt for
   // each buffer.
   struct Buffer {

@@ -48,7 +48,7 @@ Status CheckIsPath(std::string_view text) {
   }
   return {Code::kUnsupported,
           name +
-              ": is a URL of a kind that cannot be read: https, s3, gs and hf "
+              ": is a URL of a kind that cannot be read: http, https, s3, gs and hf "
               "can (docs/remote.md). Mount it, or copy it to this machine first"};
 }
 
@@ -74,6 +74,11 @@ Result<FileSystem*> FileSystemFor(std::string_view text) {
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(text));
   return &HostFileSystem();
+}
+
+std::string WithoutQuery(std::string_view text) {
+  const bool is_url = text.find("://") != std::string_view::npos;
+  return std::string(is_url ? text.substr(0, text.find('?')) : text);
 }
 
 void AddFileSystem(std::string_view scheme, FileSystem& fs) {

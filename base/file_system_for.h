@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_BASE_FILE_SYSTEM_FOR_H_
 #define TENSORMOUNT_BASE_FILE_SYSTEM_FOR_H_
 
+#include <string>
 #include <string_view>
 
 #include "tensormount/status.h"
@@ -22,6 +23,10 @@ namespace tensormount {
 // The result depends only on the text, so that all ranks of a job agree. No storage is accessed:
 // whether the path exists is known only from later calls.
 Result<FileSystem*> FileSystemFor(std::string_view text);
+
+// `text` without the query of a URL, which may be a credential (a presigned URL): for messages and
+// the table of mounts.
+std::string WithoutQuery(std::string_view text);
 
 // Registers `fs` for texts that begin with `scheme` ("https://"). `fs` must live as long as the
 // process. Call this function before anything is opened. Thread-safe.

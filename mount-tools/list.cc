@@ -520,8 +520,11 @@ Status InfoCost(const OpenedCheckpoint& checkpoint, nlohmann::ordered_json* json
   const auto store = Store::Open(checkpoint.fs(), parts.value().store);
   if (store.status().code() == Code::kNotFound) return {};
   TENSORMOUNT_RETURN_IF_ERROR(store.status());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs,
-                               StoreCosts::Of(checkpoint.fs(), store.value()));
+  const Result<StoreCosts> measured = StoreCosts::Of(checkpoint.fs(), store.value());
+  // A server that lists nothing: how much is shared is not known.
+  if (measured.status().code() == Code::kUnsupported) return {};
+  TENSORMOUNT_RETURN_IF_ERROR(measured.status());
+  const StoreCosts& costs = measured.value();
   const CheckpointCost* const cost = costs.Find(parts.value().name);
   if (cost == nullptr) return {};  // The checkpoint was removed meanwhile.
   TENSORMOUNT_RETURN_IF_ERROR(cost->listing.problem);

@@ -88,8 +88,8 @@ Result<FoundSource> FindSourceArgument(const std::string& text, Terminal& termin
     }
   }
   if (found.status().code() == Code::kNotFound && !fs->Exists(text)) {
-    return Status(Code::kNotFound, fmt::format("{}: no such file or directory{}", text,
-                                               SuggestSimilarName(*fs, text)));
+    return Status(Code::kNotFound, fmt::format("{}: no such file or directory{}",
+                                               WithoutQuery(text), SuggestSimilarName(*fs, text)));
   }
   return found;
 }

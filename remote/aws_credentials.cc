@@ -2,8 +2,10 @@
 // Finds credentials for S3 where the AWS tools find them.
 #include "remote/aws_credentials.h"
 
+#include <algorithm>
 #include <array>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <fcntl.h>
 #include <fstream>
@@ -32,6 +34,9 @@ constexpr std::chrono::seconds kProcessPatience{60};
 constexpr std::chrono::seconds kMetadataPatience{5};
 // Credentials that expire within this time are fetched again.
 constexpr std::time_t kEarly = 300;
+constexpr std::time_t kAgain = 60;
+// Keys without an end: the files may have changed.
+constexpr std::time_t kLong = 3600;
 
 std::string Trim(const std::string& text) {
   const std::size_t begin = text.find_first_not_of(" \t\r\n");
@@ -104,8 +109,16 @@ Result<std::string> OutputOf(const std::vector<std::string>& words) {
   for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
   pid_t child = -1;
+  // Threads of the library block signals; the program must not.
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  sigset_t none;
+  sigemptyset(&none);
+  posix_spawnattr_setsigmask(&attributes, &none);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
   const int failed =
-      posix_spawnp(&child, arguments[0], &actions, nullptr, arguments.data(), environ);
+      posix_spawnp(&child, arguments[0], &actions, &attributes, arguments.data(), environ);
+  posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   close(ends[1]);
   if (failed != 0) {
@@ -139,6 +152,7 @@ Result<std::string> Ask(HttpRequest request, const std::string& what) {
   ReadLimits limits;
   limits.deadline = Deadline::After(kMetadataPatience);
   request.tries = 3;
+  request.follow_redirects = false;  // They would carry tokens to another host.
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto call, HttpClient::Get().Run(std::move(request), limits));
   if (call->response().code != 200) {
     return HttpFailure(call->request().url, call->response()).WithContext(what);
@@ -255,6 +269,7 @@ Result<std::optional<AwsCredentialChain::Found>> AwsCredentialChain::FromContain
   if (url.empty()) return std::optional<Found>();
   HttpRequest request;
   request.url = url;
+  request.use_proxy = false;
   std::string token = EnvironmentVariable("AWS_CONTAINER_AUTHORIZATION_TOKEN");
   if (const std::string file = EnvironmentVariable("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE");
       !file.empty()) {
@@ -279,6 +294,7 @@ Result<std::optional<AwsCredentialChain::Found>> AwsCredentialChain::FromInstanc
   request.url = base + "/latest/api/token";
   request.headers = {"x-aws-ec2-metadata-token-ttl-seconds: 21600"};
   request.tries = 1;
+  request.use_proxy = request.follow_redirects = false;
   ReadLimits limits;
   limits.deadline = Deadline::After(given ? kMetadataPatience : std::chrono::seconds(1));
   const auto call = HttpClient::Get().Run(std::move(request), limits);
@@ -288,11 +304,13 @@ Result<std::optional<AwsCredentialChain::Found>> AwsCredentialChain::FromInstanc
   HttpRequest roles;
   roles.url = path;
   roles.headers = {header};
+  roles.use_proxy = false;
   const Result<std::string> role = Ask(std::move(roles), "role of the instance");
   if (!role.ok()) return std::optional<Found>();  // An instance without a role.
   HttpRequest keys;
   keys.url = path + Trim(role.value().substr(0, role.value().find('\n')));
   keys.headers = {header};
+  keys.use_proxy = false;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
                                Ask(std::move(keys), "credentials of the instance"));
   TENSORMOUNT_ASSIGN_OR_RETURN(Found found, ParseJson(text, "instance"));
@@ -328,13 +346,25 @@ Result<AwsCredentials> AwsCredentialChain::Current() {
   const std::lock_guard alone(finding_);
   {
     const std::lock_guard lock(mutex_);
-    if (found_ && (!found_->expires || *found_->expires - kEarly > std::time(nullptr))) {
-      return found_->credentials;
-    }
+    if (found_ && std::time(nullptr) < renew_) return found_->credentials;
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(Found found, Find());
+  Result<Found> found = Find();
   const std::lock_guard lock(mutex_);
-  found_ = std::move(found);
+  const std::time_t now = std::time(nullptr);
+  if (!found.ok()) {
+    // Those that are still valid serve until the source answers again.
+    if (!found_ || !found_->expires || *found_->expires <= now) return found.status();
+    renew_ = now + kAgain;
+    return found_->credentials;
+  }
+  found_ = std::move(found).value();
+  if (found_->expires) {
+    const std::time_t left = std::max<std::time_t>(*found_->expires - now, 0);
+    renew_ = *found_->expires - std::min(kEarly, left / 4);
+  } else {
+    // An instance's metadata may not have answered yet.
+    renew_ = now + (found_->origin == "none" ? kAgain : kLong);
+  }
   return found_->credentials;
 }
 

@@ -65,6 +65,7 @@ class AwsCredentialChain {
   std::mutex finding_;  // Held while credentials are looked for.
   std::mutex mutex_;    // Guards found_.
   std::optional<Found> found_;
+  std::time_t renew_ = 0;  // When to look again.
 };
 
 }  // namespace tensormount

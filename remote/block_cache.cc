@@ -3,18 +3,34 @@
 #include "remote/block_cache.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <optional>
 
 #include "base/per_process.h"
 
 namespace tensormount {
 
+namespace {
+
+std::atomic<std::int64_t> last_replaced{0};
+
+}  // namespace
+
+void ForgetWhatIsKnown() {
+  last_replaced = std::chrono::steady_clock::now().time_since_epoch().count();
+}
+
+bool IsForgotten(std::chrono::steady_clock::time_point when) {
+  return when.time_since_epoch().count() <= last_replaced.load();
+}
+
 HttpRequest RemoteObject::RequestFor(ByteRange range, std::span<std::byte> into) const {
-  if (prepare) prepare();
   HttpRequest request;
   request.url = url;
+  request.follow_redirects = follow_redirects;
   request.headers = headers;
   request.sign = sign;
   request.range = range;
@@ -30,19 +46,20 @@ HttpRequest RemoteObject::RequestFor(ByteRange range, std::span<std::byte> into)
 Status CheckAnswer(const RemoteObject& object, const HttpCall& call) {
   const HttpResponse& response = call.response();
   const auto replaced = [&] {
+    ForgetWhatIsKnown();
     return Status(Code::kStale, object.path + ": the object was replaced since it was opened");
   };
   if (response.code == 412 || response.code == 404 || response.code == 416) return replaced();
   if (response.code != 206 && response.code != 200) return HttpFailure(object.path, response);
   if (!object.linked_etag.empty()) {
-    const auto linked = response.first_headers.find("x-linked-etag");
-    if (linked == response.first_headers.end() || linked->second != object.linked_etag) {
+    const auto linked = response.redirect_headers.find("x-linked-etag");
+    if (linked == response.redirect_headers.end() || linked->second != object.linked_etag) {
       return replaced();
     }
   }
   // Servers exist that do not know If-Match.
   const std::string_view etag = response.Header("etag");
-  if (!object.etag.empty() && !etag.empty() && etag != object.etag) return replaced();
+  if (!object.etag.empty() && etag != object.etag) return replaced();
   if (object.etag.empty() && !object.last_modified.empty() &&
       response.Header("last-modified") != object.last_modified) {
     return replaced();
@@ -59,6 +76,7 @@ struct BlockCache::Request {
   ByteRange range;
   std::unique_ptr<std::byte[]> bytes;  // NOLINT(*-avoid-c-arrays)
   std::shared_ptr<HttpCall> call;
+  std::list<std::shared_ptr<Request>>::iterator used;
   // `call` writes to `bytes`.
   ~Request() {
     if (call == nullptr) return;
@@ -69,41 +87,55 @@ struct BlockCache::Request {
 
 BlockCache& BlockCache::Get() { return PerProcess<BlockCache>(); }
 
-void BlockCache::Forget(const Key& key) {
-  const auto found = blocks_.find(key);
-  if (found == blocks_.end()) return;
-  by_use_.erase(found->second.used);
-  blocks_.erase(found);
+void BlockCache::Forget(const std::shared_ptr<Request>& request) {
+  const std::shared_ptr<Request> held = request;
+  bool known = false;
+  for (std::uint64_t b = held->range.begin / kBlockBytes; b * kBlockBytes < held->range.end; ++b) {
+    const auto found = blocks_.find({held->object->number, b});
+    if (found == blocks_.end() || found->second != held) continue;
+    blocks_.erase(found);
+    known = true;
+  }
+  if (!known) return;
+  by_use_.erase(held->used);
+  bytes_ -= held->range.size();
 }
 
-// Forgets blocks that nobody has used for the longest time, except those on their way. Whether
-// there is room now.
+std::shared_ptr<BlockCache::Request> BlockCache::Find(const Key& key) {
+  const auto found = blocks_.find(key);
+  if (found == blocks_.end()) return nullptr;
+  if (!found->second->call->failed()) return found->second;
+  Forget(found->second);
+  return nullptr;
+}
+
+// Forgets what nobody has used for the longest time, except what is on its way. Whether there is
+// room now.
 bool BlockCache::MakeRoom(std::uint64_t bytes) {
-  const std::uint64_t most = kMostBytes / kBlockBytes;
-  const std::uint64_t wanted = (bytes + kBlockBytes - 1) / kBlockBytes;
-  for (auto at = by_use_.end(); at != by_use_.begin() && blocks_.size() + wanted > most;) {
+  for (auto at = by_use_.end(); at != by_use_.begin() && bytes_ + bytes > kMostBytes;) {
     --at;
-    const auto found = blocks_.find(*at);
-    if (!found->second.request->call->ended()) continue;
-    at = by_use_.erase(at);
-    blocks_.erase(found);
+    if (!(*at)->call->ended()) continue;
+    const auto next = std::next(at);
+    Forget(*at);
+    at = next;
   }
-  return blocks_.size() + wanted <= most;
+  return bytes_ + bytes <= kMostBytes;
 }
 
 Status BlockCache::StartLocked(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
                                bool whatever_the_room,
                                std::vector<std::shared_ptr<Request>>* started) {
   const std::uint64_t end = std::min(range.end, object->size);
-  const Deadline deadline = Deadline::After(HttpClient::Patience());
   for (std::uint64_t at = range.begin / kBlockBytes * kBlockBytes; at < end;) {
-    if (blocks_.contains({object->number, at / kBlockBytes})) {
+    const auto is_missing = [&](std::uint64_t offset) {
+      return Find({object->number, offset / kBlockBytes}) == nullptr;
+    };
+    if (!is_missing(at)) {
       at += kBlockBytes;
       continue;
     }
     ByteRange missing{at, at};
-    while (missing.end < end && missing.size() < kRequestBytes &&
-           !blocks_.contains({object->number, missing.end / kBlockBytes})) {
+    while (missing.end < end && missing.size() < kRequestBytes && is_missing(missing.end)) {
       missing.end += kBlockBytes;
     }
     at = missing.end;
@@ -116,10 +148,12 @@ Status BlockCache::StartLocked(const std::shared_ptr<const RemoteObject>& object
     TENSORMOUNT_ASSIGN_OR_RETURN(
         request->call,
         HttpClient::Get().Start(object->RequestFor(missing, {request->bytes.get(), missing.size()}),
-                                deadline, [this](HttpCall&) { changed_.notify_all(); }));
+                                std::nullopt, [this](HttpCall&) { changed_.notify_all(); }));
+    by_use_.push_front(request);
+    request->used = by_use_.begin();
+    bytes_ += missing.size();
     for (std::uint64_t b = missing.begin / kBlockBytes; b * kBlockBytes < missing.end; ++b) {
-      by_use_.push_front({object->number, b});
-      blocks_[{object->number, b}] = {request, by_use_.begin()};
+      blocks_[{object->number, b}] = request;
     }
     if (started != nullptr) started->push_back(std::move(request));
   }
@@ -128,6 +162,7 @@ Status BlockCache::StartLocked(const std::shared_ptr<const RemoteObject>& object
 
 Status BlockCache::Start(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
                          bool wait) {
+  if (object->prepare) object->prepare();
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::After(HttpClient::Patience());
   while (wait && !MakeRoom(range.size()) && !deadline.Passed()) {
@@ -136,32 +171,26 @@ Status BlockCache::Start(const std::shared_ptr<const RemoteObject>& object, Byte
   return StartLocked(object, range, false, nullptr);
 }
 
-bool BlockCache::Has(const RemoteObject& object, std::uint64_t offset) {
-  const std::lock_guard lock(mutex_);
-  return blocks_.contains({object.number, offset / kBlockBytes});
-}
-
 bool BlockCache::HasAll(const RemoteObject& object, ByteRange range) {
   const std::lock_guard lock(mutex_);
   for (std::uint64_t b = range.begin / kBlockBytes; b * kBlockBytes < range.end; ++b) {
-    if (!blocks_.contains({object.number, b})) return false;
+    if (Find({object.number, b}) == nullptr) return false;
   }
   return true;
 }
 
 Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
-                        std::byte* out, std::uint64_t ahead) {
-  // Held from here on: blocks that make room for others of this read stay until it has copied them.
+                        std::byte* out, std::uint64_t ahead, const ReadLimits& limits) {
+  if (object->prepare) object->prepare();
+  // Held from here on: what makes room for other blocks of this read stays until it is copied.
   std::vector<std::shared_ptr<Request>> requests;
   {
     const std::lock_guard lock(mutex_);
     for (std::uint64_t b = range.begin / kBlockBytes; b * kBlockBytes < range.end; ++b) {
-      const auto found = blocks_.find({object->number, b});
-      if (found == blocks_.end()) continue;
-      by_use_.splice(by_use_.begin(), by_use_, found->second.used);
-      if (requests.empty() || requests.back() != found->second.request) {
-        requests.push_back(found->second.request);
-      }
+      std::shared_ptr<Request> found = Find({object->number, b});
+      if (found == nullptr || (!requests.empty() && requests.back() == found)) continue;
+      by_use_.splice(by_use_.begin(), by_use_, found->used);
+      requests.push_back(std::move(found));
     }
     TENSORMOUNT_RETURN_IF_ERROR(StartLocked(object, range, true, &requests));
     if (ahead > 0) {
@@ -170,18 +199,12 @@ Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteR
     }
   }
   for (const std::shared_ptr<Request>& request : requests) {
-    Status answered = request->call->Await();
-    if (answered.ok()) answered = CheckAnswer(*object, *request->call);
+    const Status arrived = request->call->Await(limits);
+    if (!arrived.ok() && !request->call->ended()) return arrived;  // The limits.
+    const Status answered = arrived.ok() ? CheckAnswer(*object, *request->call) : arrived;
     if (!answered.ok()) {
-      // The next read asks anew.
       const std::lock_guard lock(mutex_);
-      for (std::uint64_t b = request->range.begin / kBlockBytes;
-           b * kBlockBytes < request->range.end; ++b) {
-        const auto found = blocks_.find({object->number, b});
-        if (found != blocks_.end() && found->second.request == request) {
-          Forget({object->number, b});
-        }
-      }
+      Forget(request);  // The next read asks anew.
       return answered;
     }
     const ByteRange part = range.Intersect(request->range);

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_REMOTE_BLOCK_CACHE_H_
 #define TENSORMOUNT_REMOTE_BLOCK_CACHE_H_
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -30,6 +31,7 @@ struct RemoteObject {
   std::function<Status(const HttpRequest&, std::vector<std::string>&)> sign;
   // Renews what `sign` uses, if need be; called before each request, and may wait. May be empty.
   std::function<void()> prepare;
+  bool follow_redirects = true;
   std::uint64_t size = 0;
   // What tells that the object is unchanged: its ETag, or Last-Modified if there is none.
   std::string etag;
@@ -39,12 +41,16 @@ struct RemoteObject {
   std::string begin;                  // Its first bytes.
   std::uint64_t number = 0;           // Another one for each object that was opened.
 
-  // A request for some of its bytes, which fails if the object has changed. May wait (`prepare`).
+  // A request for some of its bytes, which fails if the object has changed. Call `prepare` before.
   HttpRequest RequestFor(ByteRange range, std::span<std::byte> into) const;
 };
 
 // The error of an answer to RequestFor; ok: the bytes are there.
 Status CheckAnswer(const RemoteObject& object, const HttpCall& call);
+
+// An object was replaced: what servers said before this moment is forgotten (RemoteFileSystem).
+void ForgetWhatIsKnown();
+bool IsForgotten(std::chrono::steady_clock::time_point when);
 
 // Blocks of remote objects in memory, and requests for blocks that are on their way. One for each
 // process, at most kMostBytes. Thread-safe.
@@ -64,29 +70,30 @@ class BlockCache {
   // Copies the range to `out`, and requests and awaits what is missing, and `ahead` bytes more
   // after it, which it does not await.
   Status Read(const std::shared_ptr<const RemoteObject>& object, ByteRange range, std::byte* out,
-              std::uint64_t ahead);
+              std::uint64_t ahead, const ReadLimits& limits = {});
   // Whether the block of this byte is there or on its way.
-  bool Has(const RemoteObject& object, std::uint64_t offset);
+  bool Has(const RemoteObject& object, std::uint64_t offset) {
+    return HasAll(object, {offset, offset + 1});
+  }
   // Whether all of the range is there or on its way.
   bool HasAll(const RemoteObject& object, ByteRange range);
 
  private:
   struct Request;  // Some consecutive blocks, which one answer brings.
   using Key = std::pair<std::uint64_t, std::uint64_t>;  // Object and number of the block.
-  struct Block {
-    std::shared_ptr<Request> request;
-    std::list<Key>::iterator used;
-  };
   // These are called with mutex_ locked. `started`: gets the requests that were begun; may be null.
   Status StartLocked(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
                      bool whatever_the_room, std::vector<std::shared_ptr<Request>>* started);
   bool MakeRoom(std::uint64_t bytes);
-  void Forget(const Key& key);
+  // The request that has or brings a block; null: none, or one that failed, which is forgotten.
+  std::shared_ptr<Request> Find(const Key& key);
+  void Forget(const std::shared_ptr<Request>& request);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<Key, Block> blocks_;
-  std::list<Key> by_use_;  // The one that was used last is the first.
+  std::map<Key, std::shared_ptr<Request>> blocks_;
+  std::list<std::shared_ptr<Request>> by_use_;  // The one that was used last is the first.
+  std::uint64_t bytes_ = 0;                     // Of all requests.
 };
 
 }  // namespace tensormount

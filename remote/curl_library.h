@@ -36,6 +36,8 @@ inline constexpr int kPathAsIs = 234;
 inline constexpr int kWriteFunction = 20011;
 inline constexpr int kHeaderFunction = 20079;
 inline constexpr int kPostFieldSizeLarge = 30120;
+inline constexpr int kNoProxy = 10177;
+inline constexpr int kQuickExit = 322;  // Since 7.87.
 
 inline constexpr long kHttpVersion11 = 2;
 inline constexpr long kProtocolHttp = 1;

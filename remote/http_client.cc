@@ -32,6 +32,8 @@ constexpr long kConnectMs = 10'000;
 constexpr long kSlowBytes = 1024;
 constexpr long kSlowSeconds = 20;
 constexpr std::chrono::milliseconds kTick{50};
+// So many bytes within the patience are progress.
+constexpr std::uint64_t kProgressBytes = 256 << 10;
 constexpr std::chrono::seconds kDefaultPatience{120};
 
 bool IsTransient(int code) {
@@ -104,14 +106,27 @@ std::string_view HttpResponse::Header(std::string_view name) const {
   return found == headers.end() ? std::string_view() : std::string_view(found->second);
 }
 
-HttpCall::HttpCall(HttpRequest request, const Deadline& deadline)
-    : request_(std::move(request)), deadline_(deadline) {}
+HttpCall::HttpCall(HttpRequest request, const Deadline& deadline, bool extends)
+    : request_(std::move(request)), process_(getpid()), deadline_(deadline), extends_(extends) {}
 HttpCall::~HttpCall() = default;
 
-Status HttpCall::Await() {
+Status HttpCall::Await() { return Await(ReadLimits{}); }
+
+Status HttpCall::Await(const ReadLimits& limits) {
   std::unique_lock lock(mutex_);
-  // The client ends every call at its deadline; this is for a client that does not run any more.
-  while (!ended()) changed_.wait_for(lock, std::chrono::seconds(1));
+  // The client ends every call at its deadline.
+  while (!ended()) {
+    if (getpid() != process_) {
+      return {Code::kUnsupported, ShownUrl(request_.url) + ": was asked for before fork()"};
+    }
+    if (limits.cancel != nullptr && limits.cancel->load()) {
+      return {Code::kCancelled, "the read was cancelled"};
+    }
+    if (limits.deadline && limits.deadline->Passed()) {
+      return {Code::kDeadlineExceeded, ShownUrl(request_.url) + ": no answer in time"};
+    }
+    changed_.wait_for(lock, kTick);
+  }
   return status_;
 }
 
@@ -139,6 +154,10 @@ class HttpTransfer {
     header_bytes_ = 0;
     verdict_ = Status();
     head_checked_ = false;
+    cut_ = false;
+    if (call_->extends_ && !std::exchange(begun_, true)) {
+      call_->deadline_ = Deadline::After(HttpClient::Patience());
+    }
     response().headers.clear();
     if (request.into.empty()) {
       response().body.clear();
@@ -161,6 +180,12 @@ class HttpTransfer {
     }
     if (list_ != nullptr) library_.curl_slist_free_all(std::exchange(list_, nullptr));
     for (const std::string& header : headers) {
+      for (const char c : header) {
+        if (static_cast<unsigned char>(c) < 32 && c != '\t') {
+          return {Code::kInvalidArgument, "the header " + header.substr(0, header.find(':')) +
+                                              " has a control character (a token with a newline?)"};
+        }
+      }
       curl::List* const longer = library_.curl_slist_append(list_, header.c_str());
       if (longer == nullptr) return {Code::kResourceExhausted, "no memory for a request"};
       list_ = longer;
@@ -185,6 +210,9 @@ class HttpTransfer {
               set(curl::kErrorBuffer, static_cast<char*>(error_));
     // Some versions refuse it for a handle that was used; the size is for speed only.
     (void)library_.curl_easy_setopt(easy, curl::kBufferSize, 512L << 10);
+    // Otherwise the end of a request waits for the thread that looks its host up.
+    (void)library_.curl_easy_setopt(easy, curl::kQuickExit, 1L);
+    if (!request.use_proxy) ok = ok && set(curl::kNoProxy, "*");
     error_[0] = '\0';
     if (request.method == "GET") {
       ok = ok && set(curl::kHttpGet, 1L);
@@ -212,6 +240,7 @@ class HttpTransfer {
     library_.curl_easy_getinfo(easy, curl::kInfoResponseCode, &code_);
     response().code = static_cast<int>(code_);
     if (!verdict_.ok()) return Finish(verdict_);  // Our own functions ended it.
+    if (cut_) result = curl::kOk;                 // The text of an error was too long.
     if (result != curl::kOk) {
       const bool no_connection =
           result == curl::kNoProxyHost || result == curl::kNoHost || result == curl::kNoConnection;
@@ -326,7 +355,9 @@ class HttpTransfer {
   }
 
   bool Redirect() {
-    if (response().first_headers.empty()) response().first_headers = response().headers;
+    if (response().redirect_headers.empty() || !response().Header("x-linked-etag").empty()) {
+      response().redirect_headers = response().headers;
+    }
     const Result<Url> from = ParseUrl(url_);
     const Result<Url> to = ResolveRedirect(from.value(), response().Header("location"));
     if (++redirects_ > kMostRedirects) {
@@ -351,12 +382,22 @@ class HttpTransfer {
     const auto refuse = [&](Code kind, const std::string& why) {
       verdict_ = Status(kind, ShownUrl(url_) + ": " + why);
     };
+    if (code < 200 || code > 299) return;
     const std::string_view encoding = response().Header("content-encoding");
     if (!encoding.empty() && encoding != "identity") {
       return refuse(Code::kUnsupported, "the server sends the object encoded (" +
                                             std::string(encoding.substr(0, 40)) + ")");
     }
-    if (!asked_ || code < 200 || code > 299) return;
+    if (!asked_) return;
+    // A range that continues must be of the object whose begin has arrived; servers exist that do
+    // not know If-Match, and pools of servers that are not equal.
+    const std::string version = std::string(response().Header("etag")) + "\n" +
+                                std::string(response().Header("last-modified"));
+    if (asked_->begin == call_->request_.range->begin) {
+      version_ = version;
+    } else if (version != version_) {
+      return refuse(Code::kStale, "the object was replaced while it was read");
+    }
     const auto length = ParseNumber(response().Header("content-length"));
     if (code == 206) {
       const auto got = ParseContentRange(response().Header("content-range"));
@@ -427,13 +468,18 @@ class HttpTransfer {
       }
       std::memcpy(request.into.data() + response().received, data.data(), data.size());
       response().received += data.size();
+      if (call_->extends_ && response().received - extended_at_ >= kProgressBytes) {
+        extended_at_ = response().received;
+        call_->deadline_ = Deadline::After(HttpClient::Patience());
+      }
       return true;
     }
     // The text of an error is cut; the rest is not needed.
     constexpr std::size_t kErrorText = 16 << 10;
     const std::uint64_t most = success ? request.most_body : kErrorText;
     if (data.size() > most - std::min<std::uint64_t>(most, response().body.size())) {
-      if (!success) return true;
+      cut_ = !success;
+      if (!success) return false;
       verdict_ = Status(Code::kDataLoss, ShownUrl(url_) + ": the answer has more than " +
                                              std::to_string(most) + " bytes");
       return false;
@@ -451,7 +497,11 @@ class HttpTransfer {
   char error_[256] = {};
   long code_ = 0;
   std::size_t header_bytes_ = 0;
+  bool begun_ = false;
   bool head_checked_ = false;
+  bool cut_ = false;
+  std::string version_;  // Of the object whose begin has arrived.
+  std::uint64_t extended_at_ = 0;
   Status verdict_;
   std::optional<ByteRange> asked_;
   int tries_ = 0;
@@ -553,6 +603,10 @@ class HttpClient::Loop {
       active_.erase(at);
       library_.curl_multi_remove_handle(multi_, transfer->easy);
       const bool over = transfer->End(result);
+      if (result != curl::kOk) {
+        // Such a handle may refuse options.
+        library_.curl_easy_cleanup(std::exchange(transfer->easy, nullptr));
+      }
       GiveBack(*transfer);
       if (!over) waiting_.push_front(std::move(transfer));
     }
@@ -614,7 +668,8 @@ std::chrono::milliseconds HttpClient::Patience() {
   return kDefaultPatience;
 }
 
-Result<std::shared_ptr<HttpCall>> HttpClient::Start(HttpRequest request, const Deadline& deadline,
+Result<std::shared_ptr<HttpCall>> HttpClient::Start(HttpRequest request,
+                                                    const std::optional<Deadline>& deadline,
                                                     std::function<void(HttpCall&)> at_end) {
   TENSORMOUNT_RETURN_IF_ERROR(ParseUrl(request.url).status());
   if (request.range && request.range->empty()) {
@@ -631,7 +686,9 @@ Result<std::shared_ptr<HttpCall>> HttpClient::Start(HttpRequest request, const D
     }
     loop = loop_;
   }
-  auto call = std::make_shared<HttpCall>(std::move(request), deadline);
+  // A request that waits for its turn is not late.
+  auto call = std::make_shared<HttpCall>(
+      std::move(request), deadline.value_or(Deadline::After(kLongestWait)), !deadline);
   call->at_end_ = std::move(at_end);
   loop->Add(call);
   return call;
@@ -639,13 +696,10 @@ Result<std::shared_ptr<HttpCall>> HttpClient::Start(HttpRequest request, const D
 
 Result<std::vector<std::shared_ptr<HttpCall>>> HttpClient::Run(std::vector<HttpRequest> requests,
                                                                const ReadLimits& limits) {
-  const Deadline own = Deadline::After(Patience());
-  const Deadline deadline =
-      limits.deadline && limits.deadline->time() < own.time() ? *limits.deadline : own;
   std::vector<std::shared_ptr<HttpCall>> calls;
   Status failure;
   for (HttpRequest& request : requests) {
-    Result<std::shared_ptr<HttpCall>> call = Start(std::move(request), deadline);
+    Result<std::shared_ptr<HttpCall>> call = Start(std::move(request), limits.deadline);
     if (!call.ok()) {
       failure = call.status();
       break;

@@ -15,6 +15,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <sys/types.h>
 #include <vector>
 
 #include "tensormount/status.h"
@@ -41,6 +42,7 @@ struct HttpRequest {
   // Of HttpResponse::body. A longer answer fails with kDataLoss.
   std::uint64_t most_body = std::uint64_t{1} << 20;
   bool follow_redirects = true;
+  bool use_proxy = true;
   int tries = 8;
 };
 
@@ -52,8 +54,9 @@ struct HttpResponse {
   std::uint64_t received = 0;
   // Size of the object, from Content-Range, or from Content-Length of a whole object.
   std::optional<std::uint64_t> object_size;
-  // Headers of the first answer, if redirects followed.
-  std::map<std::string, std::string, std::less<>> first_headers;
+  // Headers of the redirect that names the object (x-linked-etag, of the hub); else of the first
+  // one; empty: there was no redirect.
+  std::map<std::string, std::string, std::less<>> redirect_headers;
 
   // The value of a header; empty: there is none.
   std::string_view Header(std::string_view name) const;
@@ -62,7 +65,7 @@ struct HttpResponse {
 // A request on its way. Made by HttpClient::Start.
 class HttpCall {
  public:
-  HttpCall(HttpRequest request, const Deadline& deadline);
+  HttpCall(HttpRequest request, const Deadline& deadline, bool extends);
   ~HttpCall();
   HttpCall(const HttpCall&) = delete;
   HttpCall& operator=(const HttpCall&) = delete;
@@ -70,6 +73,10 @@ class HttpCall {
   // Waits for the end. After it, nothing writes to `into` any more. Ok: an answer has come, with
   // any code that is not a transient failure (HttpResponse::code).
   Status Await();
+  // Like Await, but gives up at the limits, and leaves the request on its way.
+  Status Await(const ReadLimits& limits);
+  // Whether it has ended without an answer.
+  bool failed() const { return ended() && !status_.ok(); }
   bool ended() const { return ended_.load(std::memory_order_acquire); }
   // Asks for the end; Await still has to be called.
   void Cancel() { cancelled_.store(true); }
@@ -81,7 +88,10 @@ class HttpCall {
   friend class HttpClient;
   friend class HttpTransfer;
   const HttpRequest request_;
-  const Deadline deadline_;
+  const pid_t process_;
+  // Only the client's thread uses these two. `extends_`: the deadline moves while bytes arrive.
+  Deadline deadline_;
+  const bool extends_;
   HttpResponse response_;
   Status status_;
   // Runs on the client's thread at the end, before Await returns.
@@ -103,17 +113,20 @@ class HttpClient {
   static HttpClient& Get();
   HttpClient();
 
-  // kUnsupported: no libcurl. `at_end` runs on the client's thread, and must not wait.
-  Result<std::shared_ptr<HttpCall>> Start(HttpRequest request, const Deadline& deadline,
+  // kUnsupported: no libcurl. `at_end` runs on the client's thread, and must not wait. Without a
+  // deadline the request has Patience() from the time when it is sent, and again from each 256 KiB
+  // that arrive.
+  Result<std::shared_ptr<HttpCall>> Start(HttpRequest request,
+                                          const std::optional<Deadline>& deadline,
                                           std::function<void(HttpCall&)> at_end = {});
   // Starts the requests and waits for all. The first failure ends the others. `limits` as in
-  // File::ReadMany, at most kPatience.
+  // File::ReadMany.
   Result<std::vector<std::shared_ptr<HttpCall>>> Run(std::vector<HttpRequest> requests,
                                                      const ReadLimits& limits = {});
   Result<std::shared_ptr<HttpCall>> Run(HttpRequest request, const ReadLimits& limits = {});
 
-  // How long a request may take, with all tries, if the caller sets no limit. TENSORMOUNT_PATIENCE
-  // (seconds) changes it.
+  // How long a request may bring nothing, with all tries, if the caller sets no limit.
+  // TENSORMOUNT_PATIENCE (seconds) changes it.
   static std::chrono::milliseconds Patience();
 
  private:

@@ -21,8 +21,14 @@ std::string Endpoint() {
   return given.empty() ? "https://huggingface.co" : WithoutTrailingSlashes(given);
 }
 
+std::string Trimmed(const std::string& text) {
+  const std::size_t begin = text.find_first_not_of(" \t\r\n");
+  if (begin == std::string::npos) return {};
+  return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
+}
+
 std::string Token() {
-  if (std::string token = EnvironmentVariable("HF_TOKEN"); !token.empty()) return token;
+  if (std::string token = Trimmed(EnvironmentVariable("HF_TOKEN")); !token.empty()) return token;
   std::string file = EnvironmentVariable("HF_TOKEN_PATH");
   if (file.empty()) {
     const std::string home = EnvironmentVariable("HF_HOME");
@@ -31,7 +37,7 @@ std::string Token() {
   std::ifstream in(file);
   std::string token;
   std::getline(in, token);
-  return token;
+  return Trimmed(token);
 }
 
 std::vector<std::string> Headers() {
@@ -65,9 +71,10 @@ Result<std::shared_ptr<const HubFileSystem::Commit>> HubFileSystem::CommitOf(
     const std::string& path, const Location& at) {
   const std::string key = at.model + "@" + at.revision;
   {
-    const std::lock_guard lock(mutex_);
-    const auto known = commits_.find(key);
-    if (known != commits_.end()) return known->second;
+    Commits& commits = commits_.Get();
+    const std::lock_guard lock(commits.mutex);
+    const auto known = commits.by_name.find(key);
+    if (known != commits.by_name.end()) return known->second;
   }
   HttpRequest request;
   request.url = Endpoint() + "/api/models/" + PercentEncode(at.model, true) + "/revision/" +
@@ -94,9 +101,10 @@ Result<std::shared_ptr<const HubFileSystem::Commit>> HubFileSystem::CommitOf(
       commit->hash.find_first_not_of("0123456789abcdef") != std::string::npos) {
     return Status(Code::kUnsupported, path + ": the hub's answer names no commit");
   }
-  const std::lock_guard lock(mutex_);
+  Commits& commits = commits_.Get();
+  const std::lock_guard lock(commits.mutex);
   // Another thread may have been first: all use the same commit.
-  return commits_.emplace(key, std::move(commit)).first->second;
+  return commits.by_name.emplace(key, std::move(commit)).first->second;
 }
 
 Result<RemoteObject> HubFileSystem::ObjectAt(const std::string& path) {
@@ -138,7 +146,8 @@ Status HubFileSystem::FailureOf(const std::string& path, const HttpResponse& res
 
 std::string HubFileSystem::RootOf(const std::string& path) const {
   const std::size_t org = path.find('/', 5);
-  return org == std::string::npos ? path : path.substr(0, path.find('/', org + 1));
+  // Of a path without a model there is no root: asking for it says what is wrong.
+  return org == std::string::npos ? "" : path.substr(0, path.find('/', org + 1));
 }
 
 }  // namespace tensormount

@@ -37,8 +37,11 @@ class HubFileSystem : public RemoteFileSystem {
   static Result<Location> LocationOf(const std::string& path);
   Result<std::shared_ptr<const Commit>> CommitOf(const std::string& path, const Location& at);
 
-  std::mutex mutex_;
-  std::map<std::string, std::shared_ptr<const Commit>> commits_;  // By "ORG/MODEL@REVISION".
+  struct Commits {
+    std::mutex mutex;
+    std::map<std::string, std::shared_ptr<const Commit>> by_name;  // "ORG/MODEL@REVISION"
+  };
+  PerProcessMember<Commits> commits_;
 };
 
 }  // namespace tensormount

@@ -59,7 +59,8 @@ FileInfo RemoteFile::InfoOf(const RemoteObject& object) {
   return info;
 }
 
-Status RemoteFile::ReadSmall(ByteRange range, std::byte* out) {
+Status RemoteFile::ReadSmall(ByteRange range, std::byte* out, std::uint64_t end,
+                             const ReadLimits& limits) {
   if (range.end <= object_->begin.size()) {
     std::memcpy(out, object_->begin.data() + range.begin, range.size());
     return {};
@@ -68,7 +69,9 @@ Status RemoteFile::ReadSmall(ByteRange range, std::byte* out) {
   std::uint64_t ahead = 0;
   if (last_end_.exchange(range.end) == range.begin) {
     const std::uint64_t row = in_a_row_.fetch_add(range.size()) + range.size();
-    if (row >= kBeforeAhead) ahead = std::min(row, kMostAhead);
+    if (row >= kBeforeAhead && end > range.end) {
+      ahead = std::min({row, kMostAhead, end - range.end});
+    }
   } else {
     in_a_row_ = range.size();
   }
@@ -81,16 +84,18 @@ Status RemoteFile::ReadSmall(ByteRange range, std::byte* out) {
           cache.Start(object_, {wider.begin, std::max(range.end, wider.begin + around)}, false));
     }
   }
-  return cache.Read(object_, range, out, ahead);
+  return cache.Read(object_, range, out, ahead, limits);
 }
 
-Result<std::size_t> RemoteFile::ReadAt(std::uint64_t offset, void* out, std::size_t size) {
+Result<std::size_t> RemoteFile::ReadAtWithin(std::uint64_t offset, void* out, std::size_t size,
+                                             std::uint64_t end) {
   if (offset >= object_->size || size == 0) return std::size_t{0};
   const std::uint64_t n = std::min<std::uint64_t>(size, object_->size - offset);
   auto* const to = static_cast<std::byte*>(out);
-  const bool goes_on = n < BlockCache::kRequestBytes && last_end_.load() == offset;
+  const bool goes_on =
+      end > offset + n && n < BlockCache::kRequestBytes && last_end_.load() == offset;
   if (n < kDirectBytes || goes_on || BlockCache::Get().HasAll(*object_, {offset, offset + n})) {
-    TENSORMOUNT_RETURN_IF_ERROR(ReadSmall({offset, offset + n}, to));
+    TENSORMOUNT_RETURN_IF_ERROR(ReadSmall({offset, offset + n}, to, end, {}));
   } else {
     const ReadRun run{offset, {to, static_cast<std::size_t>(n)}};
     TENSORMOUNT_RETURN_IF_ERROR(ReadMany({&run, 1}, {}));
@@ -101,6 +106,7 @@ Result<std::size_t> RemoteFile::ReadAt(std::uint64_t offset, void* out, std::siz
 }
 
 Status RemoteFile::ReadMany(std::span<const ReadRun> runs, const ReadLimits& limits) {
+  if (object_->prepare) object_->prepare();
   std::vector<HttpRequest> direct;
   std::vector<ReadRun> small;
   BlockCache& cache = BlockCache::Get();
@@ -114,7 +120,7 @@ Status RemoteFile::ReadMany(std::span<const ReadRun> runs, const ReadLimits& lim
     }
     const ByteRange range{run.offset, run.offset + size};
     if (range.end <= object_->begin.size() || cache.HasAll(*object_, range)) {
-      TENSORMOUNT_RETURN_IF_ERROR(ReadSmall(range, run.out.data()));
+      TENSORMOUNT_RETURN_IF_ERROR(ReadSmall(range, run.out.data(), 0, limits));
     } else if (size >= kDirectBytes) {
       for (std::uint64_t done = 0; done < size; done += BlockCache::kRequestBytes) {
         const std::uint64_t n = std::min(size - done, BlockCache::kRequestBytes);
@@ -166,7 +172,7 @@ void RemoteFile::StartReading(std::uint64_t offset, std::uint64_t size) {
   const std::uint64_t end = offset + std::min(size, object_->size - offset);
   if (end <= object_->begin.size()) return;
   // A long stretch is read by a read that goes straight to memory; a hint may fail.
-  if (end - offset > BlockCache::kRequestBytes) return;
+  if (end - offset > 2 * BlockCache::kRequestBytes) return;
   (void)BlockCache::Get().Start(object_, {offset, end}, false);
 }
 

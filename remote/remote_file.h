@@ -18,7 +18,11 @@ class RemoteFile : public ReadOnlyFile {
  public:
   explicit RemoteFile(std::shared_ptr<const RemoteObject> object) : object_(std::move(object)) {}
 
-  Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) override;
+  Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) override {
+    return ReadAtWithin(offset, out, size, offset);
+  }
+  Result<std::size_t> ReadAtWithin(std::uint64_t offset, void* out, std::size_t size,
+                                   std::uint64_t end) override;
   Status ReadMany(std::span<const ReadRun> runs, const ReadLimits& limits) override;
   void StartReading(std::uint64_t offset, std::uint64_t size) override;
   std::optional<bool> IsCached(std::uint64_t offset) override;
@@ -29,7 +33,8 @@ class RemoteFile : public ReadOnlyFile {
   static FileInfo InfoOf(const RemoteObject& object);
 
  private:
-  Status ReadSmall(ByteRange range, std::byte* out);
+  // Reads ahead up to `end`, if reads follow each other.
+  Status ReadSmall(ByteRange range, std::byte* out, std::uint64_t end, const ReadLimits& limits);
 
   const std::shared_ptr<const RemoteObject> object_;
   // Where the last short read ended, and how many bytes were read one after the other.

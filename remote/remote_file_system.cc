@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <ctime>
 #include <utility>
@@ -15,7 +16,9 @@
 namespace tensormount {
 namespace {
 
-constexpr std::chrono::seconds kKnownFor{5};
+constexpr std::chrono::seconds kKnownFor{2};
+// Somebody may write a file that was not there.
+constexpr std::chrono::milliseconds kMissingFor{500};
 constexpr std::size_t kMostKnown = 1024;
 // What the first request of a file brings.
 constexpr std::uint64_t kBeginBytes = 64 << 10;
@@ -41,8 +44,9 @@ constexpr std::string_view kTellingNames[] = {
     ".zmetadata",
 };
 
-bool IsFresh(std::chrono::steady_clock::time_point when) {
-  return std::chrono::steady_clock::now() - when < kKnownFor;
+bool IsFresh(std::chrono::steady_clock::time_point when, bool is_there = true) {
+  const std::chrono::milliseconds most = is_there ? kKnownFor : kMissingFor;
+  return std::chrono::steady_clock::now() - when < most && !IsForgotten(when);
 }
 
 FileInfo DirectoryInfo() {
@@ -60,19 +64,43 @@ std::int64_t ParseHttpDate(const std::string& text) {
 
 std::string_view LastPart(std::string_view path) { return path.substr(path.rfind('/') + 1); }
 
+// Without "/." and "x/..", which readers add and servers do not know, and without slashes at the
+// end.
+std::string Cleaned(std::string_view given) {
+  const std::size_t scheme = given.find("://");
+  if (scheme == std::string_view::npos) return std::string(given);
+  const std::size_t query = given.find('?');
+  const std::string_view path = given.substr(scheme + 3, query - scheme - 3);
+  std::vector<std::string_view> parts;
+  for (std::size_t at = 0; at <= path.size();) {
+    const std::size_t end = std::min(path.find('/', at), path.size());
+    const std::string_view part = path.substr(at, end - at);
+    at = end + 1;
+    if (part == ".." && parts.size() > 1) parts.pop_back();
+    if (part != "." && part != "..") parts.push_back(part);
+  }
+  while (parts.size() > 1 && parts.back().empty()) parts.pop_back();
+  std::string out(given.substr(0, scheme + 3));
+  for (std::size_t n = 0; n < parts.size(); ++n) {
+    if (n > 0) out += '/';
+    out += parts[n];
+  }
+  if (query != std::string_view::npos) out += given.substr(query);
+  return out;
+}
+
 // Whether the last part of a path looks like the name of a file, and is asked for as one first.
 bool LooksLikeFile(std::string_view path) {
-  const std::string_view name = LastPart(path);
-  return name.find('.') != std::string_view::npos ||
-         std::find(std::begin(kTellingNames), std::end(kTellingNames), name) !=
-             std::end(kTellingNames);
+  return LastPart(path).find('.') != std::string_view::npos;
 }
 
 // Whether it can only be a file.
 bool IsFileName(std::string_view path) {
   constexpr std::string_view kSuffixes[] = {".safetensors", ".json", ".pt",  ".pth",    ".bin",
                                             ".npy",         ".npz",  ".sst", ".distcp", ".tmm"};
-  return std::any_of(std::begin(kSuffixes), std::end(kSuffixes),
+  const auto& names = kTellingNames;
+  return std::find(std::begin(names), std::end(names), LastPart(path)) != std::end(names) ||
+         std::any_of(std::begin(kSuffixes), std::end(kSuffixes),
                      [&](std::string_view suffix) { return path.ends_with(suffix); });
 }
 
@@ -97,16 +125,22 @@ std::optional<std::string> Normal(std::string_view name) {
   return out;
 }
 
-Result<std::string> Below(const std::string& directory, const std::string& name) {
-  const std::optional<std::string> normal = name.starts_with('/') ? std::nullopt : Normal(name);
-  if (!normal) return Status::FromErrno(EXDEV, "open", directory + "/" + name);
-  return normal->empty() ? WithoutTrailingSlashes(directory) : JoinPath(directory, *normal);
-}
-
 }  // namespace
 
+Result<std::string> RemoteFileSystem::Below(const std::string& directory, const std::string& name) {
+  const std::optional<std::string> normal = name.starts_with('/') ? std::nullopt : Normal(name);
+  if (!normal) return Status::FromErrno(EXDEV, "open", ShownUrl(directory) + "/" + name);
+  if (normal->empty()) return Cleaned(directory);
+  // The file that a user named comes back as a directory and a name.
+  std::string as_typed = JoinPath(directory, *normal);
+  Memory& memory = memory_.Get();
+  const std::lock_guard lock(memory.mutex);
+  if (memory.typed.contains(as_typed)) return as_typed;
+  return JoinPath(directory, NameInPath(*normal));
+}
+
 Status RemoteFileSystem::FailureOf(const std::string& path, const HttpResponse& response) {
-  return HttpFailure(path, response);
+  return HttpFailure(path, response);  // Without the query.
 }
 
 RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
@@ -123,11 +157,11 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
     return known;
   }
   auto object = std::make_shared<RemoteObject>(asked);
-  object->path = path;
+  object->path = ShownUrl(path);
   object->number = numbers++;
   object->size = empty ? 0 : response.object_size.value_or(response.body.size());
   // Behind a redirect to another server (the hub's), the first one names the object.
-  const auto& first = response.first_headers;
+  const auto& first = response.redirect_headers;
   const auto linked = first.find("x-linked-etag");
   if (linked == first.end()) {
     object->etag = response.Header("etag");
@@ -146,7 +180,7 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
   object->begin = response.body;
   // A weak ETag does not promise equal bytes.
   if (object->etag.starts_with("W/")) object->etag.clear();
-  if (object->etag.empty() && object->linked_etag.empty()) {
+  if (object->etag.empty() && object->linked_etag.empty() && object->size > 0) {
     if (object->last_modified.empty()) {
       known.failure = Status(
           Code::kUnsupported,
@@ -157,7 +191,7 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
     }
     static std::atomic<bool> warned{false};
     if (!warned.exchange(true)) {
-      Log(LogLevel::kWarning, path +
+      Log(LogLevel::kWarning, object->path +
                                   ": the server sends no ETag; whether an object was replaced is "
                                   "told from Last-Modified and its size");
     }
@@ -168,31 +202,59 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
 
 Result<std::vector<RemoteFileSystem::Known>> RemoteFileSystem::LookUp(
     const std::vector<std::string>& paths) {
+  Memory& memory = memory_.Get();
   std::vector<Known> found(paths.size());
-  std::vector<std::size_t> asked;
-  std::vector<RemoteObject> objects;
-  std::vector<HttpRequest> requests;
+  std::vector<std::size_t> left;
   for (std::size_t i = 0; i < paths.size(); ++i) {
-    {
-      const std::lock_guard lock(mutex_);
-      const auto known = files_.find(paths[i]);
-      if (known != files_.end() && IsFresh(known->second.when)) {
-        found[i] = known->second;
+    const std::lock_guard lock(memory.mutex);
+    const auto known = memory.files.find(paths[i]);
+    if (known != memory.files.end() &&
+        IsFresh(known->second.when, known->second.object != nullptr)) {
+      found[i] = known->second;
+      continue;
+    }
+    // What a listing does not have need not be asked for.
+    const std::size_t slash = paths[i].rfind('/');
+    const auto above = memory.directories.find(paths[i].substr(0, slash));
+    if (above != memory.directories.end() && IsFresh(above->second.when) && above->second.entries &&
+        !above->second.entries->contains(paths[i].substr(slash + 1))) {
+      found[i].failure = Status(Code::kNotFound, ShownUrl(paths[i]) + ": no such file");
+      continue;
+    }
+    left.push_back(i);
+  }
+  for (int turn = 0; turn < 2 && !left.empty(); ++turn) {
+    std::vector<RemoteObject> objects;
+    std::vector<HttpRequest> requests;
+    for (const std::size_t i : left) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(RemoteObject object, ObjectAt(paths[i]));
+      if (object.prepare) object.prepare();
+      requests.push_back(object.RequestFor({0, kBeginBytes}, {}));
+      requests.back().most_body = kBeginBytes;
+      objects.push_back(std::move(object));
+    }
+    const auto calls = HttpClient::Get().Run(std::move(requests));
+    if (!calls.ok()) {
+      if (left.size() == 1 && calls.status().code() != Code::kCancelled) {
+        const std::lock_guard lock(memory.mutex);
+        memory.files[paths[left[0]]] = {nullptr, calls.status(), std::chrono::steady_clock::now()};
+      }
+      const bool named = calls.status().message().find(ShownUrl(paths[left[0]])) == 0;
+      return named ? calls.status() : calls.status().WithContext(ShownUrl(paths[left[0]]));
+    }
+    std::vector<std::size_t> again;
+    for (std::size_t n = 0; n < left.size(); ++n) {
+      const std::string& path = paths[left[n]];
+      if (turn == 0 && AsksAgain(path, calls.value()[n]->response())) {
+        again.push_back(left[n]);
         continue;
       }
+      Known known = Answered(path, objects[n], *calls.value()[n]);
+      const std::lock_guard lock(memory.mutex);
+      if (memory.files.size() > kMostKnown) memory.files.clear();
+      found[left[n]] = memory.files[path] = std::move(known);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(RemoteObject object, ObjectAt(paths[i]));
-    requests.push_back(object.RequestFor({0, kBeginBytes}, {}));
-    objects.push_back(std::move(object));
-    asked.push_back(i);
-  }
-  if (requests.empty()) return found;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto calls, HttpClient::Get().Run(std::move(requests)));
-  const std::lock_guard lock(mutex_);
-  if (files_.size() > kMostKnown) files_.clear();
-  for (std::size_t i = 0; i < asked.size(); ++i) {
-    const std::string& path = paths[asked[i]];
-    found[asked[i]] = files_[path] = Answered(path, objects[i], *calls[i]);
+    left = std::move(again);
   }
   return found;
 }
@@ -205,16 +267,19 @@ Result<RemoteFileSystem::Known> RemoteFileSystem::LookUp(const std::string& path
 
 Result<std::optional<RemoteFileSystem::Entries>> RemoteFileSystem::KnownEntriesOf(
     const std::string& path) {
-  const std::string key = WithoutTrailingSlashes(path);
+  Memory& memory = memory_.Get();
+  const std::string key = Cleaned(path);
   {
-    const std::lock_guard lock(mutex_);
-    const auto known = directories_.find(key);
-    if (known != directories_.end() && IsFresh(known->second.when)) return known->second.entries;
+    const std::lock_guard lock(memory.mutex);
+    const auto known = memory.directories.find(key);
+    if (known != memory.directories.end() && IsFresh(known->second.when)) {
+      return known->second.entries;
+    }
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::optional<Entries> entries, EntriesOf(key));
-  const std::lock_guard lock(mutex_);
-  if (directories_.size() > kMostKnown) directories_.clear();
-  directories_[key] = {entries, std::chrono::steady_clock::now()};
+  const std::lock_guard lock(memory.mutex);
+  if (memory.directories.size() > kMostKnown) memory.directories.clear();
+  memory.directories[key] = {entries, std::chrono::steady_clock::now()};
   return entries;
 }
 
@@ -247,33 +312,34 @@ Result<std::optional<RemoteFileSystem::Entries>> RemoteFileSystem::ProbedEntries
 
 // What is known of a path without asking the server.
 std::optional<Result<FileInfo>> RemoteFileSystem::KnownInfo(const std::string& path) {
-  const std::lock_guard lock(mutex_);
-  const auto file = files_.find(path);
-  if (file != files_.end() && IsFresh(file->second.when) && file->second.object != nullptr) {
+  Memory& memory = memory_.Get();
+  const std::lock_guard lock(memory.mutex);
+  const auto file = memory.files.find(path);
+  if (file != memory.files.end() && IsFresh(file->second.when) && file->second.object != nullptr) {
     return RemoteFile::InfoOf(*file->second.object);
   }
   // A directory with a file.
   const std::string inside = path + "/";
-  for (auto at = files_.lower_bound(inside); at != files_.end() && at->first.starts_with(inside);
-       ++at) {
+  for (auto at = memory.files.lower_bound(inside);
+       at != memory.files.end() && at->first.starts_with(inside); ++at) {
     if (at->second.object != nullptr && IsFresh(at->second.when)) return DirectoryInfo();
   }
   // If the directory above has been listed, it says what the path is.
   const std::size_t slash = path.rfind('/');
-  const auto above = directories_.find(path.substr(0, slash));
-  if (above == directories_.end() || !IsFresh(above->second.when) || !above->second.entries) {
+  const auto above = memory.directories.find(path.substr(0, slash));
+  if (above == memory.directories.end() || !IsFresh(above->second.when) || !above->second.entries) {
     return std::nullopt;
   }
   const auto entry = above->second.entries->find(path.substr(slash + 1));
   if (entry == above->second.entries->end()) {
-    return Status(Code::kNotFound, path + ": no such file or directory");
+    return Status(Code::kNotFound, ShownUrl(path) + ": no such file or directory");
   }
   if (entry->second == FileKind::kDirectory) return DirectoryInfo();
   return std::nullopt;
 }
 
 Result<FileInfo> RemoteFileSystem::Stat(const std::string& given) {
-  const std::string path = WithoutTrailingSlashes(given);
+  const std::string path = Cleaned(given);
   if (path == RootOf(path)) return DirectoryInfo();
   if (const std::optional<Result<FileInfo>> known = KnownInfo(path)) return *known;
   const auto as_file = [&]() -> Result<FileInfo> {
@@ -286,7 +352,7 @@ Result<FileInfo> RemoteFileSystem::Stat(const std::string& given) {
     if (!entries) {
       TENSORMOUNT_RETURN_IF_ERROR(ProbedEntriesOf(path).status());
     } else if (entries->empty()) {
-      return Status(Code::kNotFound, path + ": no such file or directory");
+      return Status(Code::kNotFound, ShownUrl(path) + ": no such file or directory");
     }
     return DirectoryInfo();
   };
@@ -303,7 +369,7 @@ Result<FileInfo> RemoteFileSystem::Stat(const std::string& given) {
 }
 
 Result<std::unique_ptr<File>> RemoteFileSystem::OpenRead(const std::string& path) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, LookUp(WithoutTrailingSlashes(path)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, LookUp(Cleaned(path)));
   if (known.object == nullptr) return known.failure;
   return std::unique_ptr<File>(std::make_unique<RemoteFile>(known.object));
 }
@@ -311,9 +377,9 @@ Result<std::unique_ptr<File>> RemoteFileSystem::OpenRead(const std::string& path
 Result<std::vector<DirectoryEntry>> RemoteFileSystem::List(const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::optional<Entries> entries, KnownEntriesOf(path));
   if (!entries) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(entries, ProbedEntriesOf(WithoutTrailingSlashes(path)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(entries, ProbedEntriesOf(Cleaned(path)));
   }
-  if (entries->empty() && WithoutTrailingSlashes(path) != RootOf(path)) {
+  if (entries->empty() && Cleaned(path) != RootOf(path)) {
     return Status(Code::kNotFound, path + ": no such directory");
   }
   std::vector<DirectoryEntry> out;
@@ -323,7 +389,12 @@ Result<std::vector<DirectoryEntry>> RemoteFileSystem::List(const std::string& pa
 
 Result<std::string> RemoteFileSystem::Resolve(const std::string& path) {
   TENSORMOUNT_RETURN_IF_ERROR(Stat(path).status());
-  return WithoutTrailingSlashes(path);
+  std::string cleaned = Cleaned(path);
+  Memory& memory = memory_.Get();
+  const std::lock_guard lock(memory.mutex);
+  if (memory.typed.size() > kMostKnown) memory.typed.clear();
+  memory.typed.insert(cleaned);
+  return cleaned;
 }
 
 Result<std::unique_ptr<File>> RemoteFileSystem::OpenReadBeneath(const std::string& directory,
@@ -368,6 +439,11 @@ Result<std::vector<DirectoryEntry>> HttpFileSystem::List(const std::string& path
                       WithoutTrailingSlashes(path) + "/NAME), or use s3://");
   }
   return entries;
+}
+
+// What the user typed is a URL, in which "%41" is "A"; names of files inside are not.
+std::string HttpFileSystem::NameInPath(const std::string& name) const {
+  return PercentEncode(name, true);
 }
 
 std::string HttpFileSystem::RootOf(const std::string& path) const {

@@ -8,10 +8,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/per_process.h"
 #include "base/read_only.h"
 #include "remote/block_cache.h"
 
@@ -24,6 +26,10 @@ class RemoteFileSystem : public ReadOnlyFileSystem {
  public:
   std::string_view name() const override { return "storage behind a URL"; }
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override;
+  Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
+                                              const std::string& name) override {
+    return OpenReadBeneath(directory, name);
+  }
   Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
                                                 const std::string& name) override;
   Result<std::vector<DirectoryEntry>> ListBeneath(const std::string& directory,
@@ -42,6 +48,14 @@ class RemoteFileSystem : public ReadOnlyFileSystem {
   virtual Result<std::optional<Entries>> EntriesOf(const std::string& path) = 0;
   // The error for an answer other than the object: adds hints.
   virtual Status FailureOf(const std::string& path, const HttpResponse& response);
+  // Whether to ask once more, because the answer says how (a bucket in another region).
+  virtual bool AsksAgain(const std::string& path, const HttpResponse& response) {
+    (void)path;
+    (void)response;
+    return false;
+  }
+  // A name from inside a checkpoint, as it is in a path of this file system.
+  virtual std::string NameInPath(const std::string& name) const { return name; }
   // What follows "SCHEME://", which has no directories above.
   virtual std::string RootOf(const std::string& path) const = 0;
 
@@ -65,9 +79,16 @@ class RemoteFileSystem : public ReadOnlyFileSystem {
   Result<std::optional<Entries>> ProbedEntriesOf(const std::string& path);
   Known Answered(const std::string& path, const RemoteObject& asked, const HttpCall& call);
 
-  std::mutex mutex_;
-  std::map<std::string, Known> files_;
-  std::map<std::string, KnownEntries> directories_;
+  Result<std::string> Below(const std::string& directory, const std::string& name);
+
+  // Of each process: another thread may hold the mutex when the process forks.
+  struct Memory {
+    std::mutex mutex;
+    std::map<std::string, Known> files;
+    std::map<std::string, KnownEntries> directories;
+    std::set<std::string> typed;  // Paths that users gave: they are encoded already.
+  };
+  PerProcessMember<Memory> memory_;
 };
 
 // http:// and https://. Servers of these list nothing, so a directory is known by files that
@@ -79,6 +100,7 @@ class HttpFileSystem : public RemoteFileSystem {
  protected:
   Result<RemoteObject> ObjectAt(const std::string& path) override;
   Result<std::optional<Entries>> EntriesOf(const std::string& path) override;
+  std::string NameInPath(const std::string& name) const override;
   std::string RootOf(const std::string& path) const override;
 };
 

@@ -2,6 +2,8 @@
 // Objects and directories of buckets.
 #include "remote/s3_file_system.h"
 
+#include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "remote/aws_credentials.h"
@@ -14,6 +16,8 @@ namespace {
 constexpr std::uint64_t kMostListing = std::uint64_t{16} << 20;
 // Of a directory; a store has two entries a checkpoint.
 constexpr std::size_t kMostEntries = 1'000'000;
+// In addition to the patience of a request.
+constexpr std::chrono::seconds kListingPatience{60};
 
 }  // namespace
 
@@ -38,9 +42,10 @@ Result<S3FileSystem::Location> S3FileSystem::LocationOf(const std::string& path)
 
 std::string S3FileSystem::RegionOf(const Location& at) {
   {
-    const std::lock_guard lock(mutex_);
-    const auto known = regions_.find(at.bucket);
-    if (known != regions_.end()) return known->second;
+    Regions& regions = regions_.Get();
+    const std::lock_guard lock(regions.mutex);
+    const auto known = regions.by_bucket.find(at.bucket);
+    if (known != regions.by_bucket.end()) return known->second;
   }
   const std::string region =
       AwsSettings::Read().Find({"AWS_REGION", "AWS_DEFAULT_REGION"}, "region");
@@ -51,9 +56,14 @@ std::string S3FileSystem::RegionOf(const Location& at) {
 bool S3FileSystem::LearnsRegion(const Location& at, const HttpResponse& response) {
   std::string region(response.Header("x-amz-bucket-region"));
   if (region.empty()) region = XmlText(response.body, "Region");
-  if (region.empty() || region == RegionOf(at)) return false;
-  const std::lock_guard lock(mutex_);
-  regions_[at.bucket] = region;
+  // It becomes a part of a host's name.
+  if (region.empty() || region.size() > 64 || region == RegionOf(at) ||
+      region.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") != std::string::npos) {
+    return false;
+  }
+  Regions& regions = regions_.Get();
+  const std::lock_guard lock(regions.mutex);
+  regions.by_bucket[at.bucket] = region;
   return true;
 }
 
@@ -73,10 +83,14 @@ Result<RemoteObject> S3FileSystem::RequestsFor(const Location& at, const std::st
     object.url = "https://s3." + region + ".amazonaws.com/" + at.bucket + "/" + key;
   }
   if (!query.empty()) object.url += "?" + query;
-  object.sign = [region](const HttpRequest& request, std::vector<std::string>& headers) -> Status {
+  object.follow_redirects = false;  // They name another region, which LearnsRegion finds.
+  const bool google = at.google;
+  object.sign = [region, google](const HttpRequest& request,
+                                 std::vector<std::string>& headers) -> Status {
     // On the client's thread, which must not wait.
     const AwsCredentials credentials = AwsCredentialChain::Get().Latest();
-    if (credentials.access_key.empty()) return {};
+    // A session of Amazon's is nothing for Google.
+    if (credentials.access_key.empty() || (google && !credentials.session_token.empty())) return {};
     TENSORMOUNT_ASSIGN_OR_RETURN(const Url url, ParseUrl(request.url));
     for (std::string& header : SignV4(request.method, url, Hexadecimal(Sha256(request.body)),
                                       credentials, region, "s3", std::time(nullptr))) {
@@ -101,6 +115,8 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
   at.key.clear();
   Entries entries;
   std::string token;
+  ReadLimits limits;
+  limits.deadline = Deadline::After(kListingPatience + HttpClient::Patience());
   do {
     std::string query =
         "delimiter=%2F&encoding-type=url&list-type=2&prefix=" + PercentEncode(prefix, false);
@@ -113,7 +129,8 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
       request.sign = asked.sign;
       request.most_body = kMostListing;
       request.follow_redirects = false;
-      Result<std::shared_ptr<HttpCall>> answered = HttpClient::Get().Run(std::move(request));
+      Result<std::shared_ptr<HttpCall>> answered =
+          HttpClient::Get().Run(std::move(request), limits);
       if (!answered.ok()) return answered.status().WithContext(path);
       call = std::move(answered).value();
       if (call->response().code == 200 || !LearnsRegion(at, call->response())) break;
@@ -123,8 +140,14 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
     if (xml.find("<ListBucketResult") == std::string::npos) {
       return Status(Code::kUnsupported, path + ": the server's answer is no listing of S3");
     }
+    // In this form a space is a plus, as in the fields of a form.
+    const bool encoded = XmlText(xml, "EncodingType") == "url";
     const auto add = [&](std::string_view element, std::string_view name, FileKind kind) {
-      const std::string key = PercentDecode(XmlText(element, name));
+      std::string key = XmlText(element, name);
+      if (encoded) {
+        std::replace(key.begin(), key.end(), '+', ' ');
+        key = PercentDecode(key);
+      }
       if (!key.starts_with(prefix)) return;
       std::string entry = key.substr(prefix.size());
       if (entry.ends_with('/')) entry.pop_back();
@@ -138,6 +161,9 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
     }
     std::string next = XmlText(xml, "IsTruncated") == "true" ? XmlText(xml, "NextContinuationToken")
                                                              : std::string();
+    if (next.empty() && XmlText(xml, "IsTruncated") == "true") {
+      return Status(Code::kDataLoss, path + ": the server's listing is cut off");
+    }
     if (!next.empty() && next == token) {
       return Status(Code::kDataLoss, path + ": the server lists the same entries again");
     }
@@ -149,15 +175,20 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
   return std::optional<Entries>(std::move(entries));
 }
 
-Status S3FileSystem::FailureOf(const std::string& path, const HttpResponse& response) {
+bool S3FileSystem::AsksAgain(const std::string& path, const HttpResponse& response) {
+  if (response.code == 200 || response.code == 206) return false;
   const Result<Location> at = LocationOf(path);
-  if (at.ok() && LearnsRegion(at.value(), response)) {
-    return Status(Code::kUnavailable,
-                  path + ": the bucket is in the region " + RegionOf(at.value()) + "; try again");
-  }
-  const Status failure = HttpFailure(path, response);
+  return at.ok() && LearnsRegion(at.value(), response);
+}
+
+Status S3FileSystem::FailureOf(const std::string& path, const HttpResponse& response) {
+  Status failure = HttpFailure(path, response);
   std::string text(failure.message());
   const std::string code = XmlText(response.body, "Code");
+  // 400, although it is about the credentials.
+  if (code == "ExpiredToken" || code == "InvalidToken" || code == "TokenRefreshRequired") {
+    failure = Status(Code::kPermissionDenied, text);
+  }
   const std::string why = XmlText(response.body, "Message");
   if (!code.empty()) text += " (" + code + (why.empty() ? "" : ": " + why) + ")";
   if (failure.code() == Code::kPermissionDenied) {

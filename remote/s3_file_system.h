@@ -23,6 +23,7 @@ class S3FileSystem : public RemoteFileSystem {
   Result<RemoteObject> ObjectAt(const std::string& path) override;
   Result<std::optional<Entries>> EntriesOf(const std::string& path) override;
   Status FailureOf(const std::string& path, const HttpResponse& response) override;
+  bool AsksAgain(const std::string& path, const HttpResponse& response) override;
   std::string RootOf(const std::string& path) const override;
 
  private:
@@ -38,8 +39,11 @@ class S3FileSystem : public RemoteFileSystem {
   // Whether the answer says that the bucket is in another region, which is then known.
   bool LearnsRegion(const Location& at, const HttpResponse& response);
 
-  std::mutex mutex_;
-  std::map<std::string, std::string> regions_;  // By bucket.
+  struct Regions {
+    std::mutex mutex;
+    std::map<std::string, std::string> by_bucket;
+  };
+  PerProcessMember<Regions> regions_;
 };
 
 }  // namespace tensormount

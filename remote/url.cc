@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "base/file_system_for.h"
+
 namespace tensormount {
 namespace {
 
@@ -47,12 +49,24 @@ Result<Url> ParseUrl(std::string_view text) {
   const std::string_view rest = text.substr(colon + 3);
   const std::size_t end = std::min(rest.find_first_of("/?#"), rest.size());
   url.host = rest.substr(0, end);
+  // Default ports are left out, as libcurl does in the header that a signature covers.
+  const std::string_view port = url.scheme == "http" ? ":80" : ":443";
+  if (url.host.ends_with(port)) url.host.resize(url.host.size() - port.size());
   if (url.host.find('@') != std::string::npos) {
     return bad("a user name or a password in a URL is not supported");
   }
   if (url.host.empty()) return bad("the URL has no host");
   for (const char c : url.host) {
     if (!IsUnreserved(c) && c != ':' && c != '[' && c != ']') return bad("the host is malformed");
+  }
+  const std::size_t colon_of_port = url.host.rfind(':');
+  if (colon_of_port != std::string::npos &&
+      url.host.find(']', colon_of_port) == std::string::npos) {
+    const std::string number = url.host.substr(colon_of_port + 1);
+    if (number.empty() || number.size() > 5 ||
+        number.find_first_not_of("0123456789") != std::string::npos || std::stoi(number) > 65535) {
+      return bad("the port is malformed");
+    }
   }
   std::string_view path = rest.substr(end);
   path = path.substr(0, path.find('#'));
@@ -66,7 +80,7 @@ Result<Url> ParseUrl(std::string_view text) {
 }
 
 Result<Url> ResolveRedirect(const Url& from, std::string_view location) {
-  if (location.find("://") != std::string_view::npos) return ParseUrl(location);
+  if (location.substr(0, location.find_first_of("/?#")).ends_with(':')) return ParseUrl(location);
   if (location.starts_with("//")) return ParseUrl(from.scheme + ":" + std::string(location));
   if (location.starts_with("/")) return ParseUrl(from.origin() + std::string(location));
   const std::string folder = from.path.substr(0, from.path.rfind('/') + 1);
@@ -117,7 +131,7 @@ std::string EncodeIllegal(std::string_view path) {
 }
 
 std::string ShownUrl(std::string_view url) {
-  std::string shown(url.substr(0, url.find('?')));
+  std::string shown = WithoutQuery(url);
   const std::size_t host = shown.find("://");
   if (host == std::string::npos) return shown;
   const std::size_t end = shown.find('/', host + 3);

@@ -163,7 +163,8 @@ Status StoredRangeReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size
   const bool ahead = !alone && size <= ReadAhead::kMostSmall && files_.ahead.on();
   Result<std::size_t> got =
       ahead ? files_.ahead.ReadAt(file_, record_.offset + at, out, size, &stats_.bytes_read)
-            : file_->file().ReadAt(record_.offset + at, out, size);
+            : file_->file().ReadAtWithin(record_.offset + at, out, size,
+                                         record_.offset + record_.length);
   if (!got.ok()) return WithRangeName(got.status());
   if (!ahead) stats_.bytes_read += got.value();
   if (got.value() != size)

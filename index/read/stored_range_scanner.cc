@@ -133,7 +133,7 @@ class StoredRangeScanner::Window {
   }
 
   Status ReadAt(std::uint64_t at, std::byte* out, std::uint64_t size) {
-    const Result<std::size_t> got = file_.ReadAt(offset_ + at, out, size);
+    const Result<std::size_t> got = file_.ReadAtWithin(offset_ + at, out, size, offset_ + length_);
     if (got.ok() && got.value() == size) return Status();
     const std::uint64_t there = got.ok() ? got.value() : ReadablePart(at, out, size);
     findings_.bytes = std::max(findings_.bytes, at + there);

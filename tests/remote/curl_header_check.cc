@@ -35,6 +35,10 @@ static_assert(ours::kPathAsIs == CURLOPT_PATH_AS_IS);
 static_assert(ours::kWriteFunction == CURLOPT_WRITEFUNCTION);
 static_assert(ours::kHeaderFunction == CURLOPT_HEADERFUNCTION);
 static_assert(ours::kPostFieldSizeLarge == CURLOPT_POSTFIELDSIZE_LARGE);
+static_assert(ours::kNoProxy == CURLOPT_NOPROXY);
+#if LIBCURL_VERSION_NUM >= 0x075700
+static_assert(ours::kQuickExit == CURLOPT_QUICK_EXIT);
+#endif
 static_assert(ours::kHttpVersion11 == CURL_HTTP_VERSION_1_1);
 static_assert(ours::kProtocolHttp == CURLPROTO_HTTP);
 static_assert(ours::kProtocolHttps == CURLPROTO_HTTPS);

@@ -314,6 +314,8 @@ class ObjectServer:
             url = given.get("encoding-type") == "url"
             return quote_plus(name, safe="/").replace("+", self.space) if url else escape(name)
         xml = ['<?xml version="1.0"?>\n<ListBucketResult><Name>', bucket, "</Name><Prefix>", shown(prefix), "</Prefix>"]
+        if given.get("encoding-type") == "url":
+            xml.append("<EncodingType>url</EncodingType>")
         xml += [f"<{kind}><{what}>{shown(name)}</{what}></{kind}>" for name, kind, what in page]
         if len(page) < len(found):
             token = base64.b64encode(page[-1][0].encode()).decode()  # With "=", "+" and "/", which need encoding.
