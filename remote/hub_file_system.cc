@@ -21,14 +21,15 @@ std::string Endpoint() {
   return given.empty() ? "https://huggingface.co" : WithoutTrailingSlashes(given);
 }
 
-std::string Trimmed(const std::string& text) {
+std::string WithoutBlanks(const std::string& text) {
   const std::size_t begin = text.find_first_not_of(" \t\r\n");
   if (begin == std::string::npos) return {};
   return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
 }
 
 std::string Token() {
-  if (std::string token = Trimmed(EnvironmentVariable("HF_TOKEN")); !token.empty()) return token;
+  if (std::string token = WithoutBlanks(EnvironmentVariable("HF_TOKEN")); !token.empty())
+    return token;
   std::string file = EnvironmentVariable("HF_TOKEN_PATH");
   if (file.empty()) {
     const std::string home = EnvironmentVariable("HF_HOME");
@@ -37,7 +38,7 @@ std::string Token() {
   std::ifstream in(file);
   std::string token;
   std::getline(in, token);
-  return Trimmed(token);
+  return WithoutBlanks(token);
 }
 
 std::vector<std::string> Headers() {

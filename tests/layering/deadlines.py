@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks tests/deadlines.txt: every test that it names exists, and its deadlines add up to at most 20 seconds.
+"""Checks tests/deadlines.txt: every test that it names exists, and its deadlines add up to at most 21 seconds.
 
 usage: deadlines.py ROOT       prints one line per problem, exits 1 if there is one
 """
@@ -9,7 +9,7 @@ import os
 import re
 import sys
 
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 21.0
 ENTRY = re.compile(r"^(\d+\.\d+)\s+(\w+)\s+(\S+)\s+(\S.*)$")
 GTEST = re.compile(r"^\s*(?:TEST|TEST_F|TEST_P|TYPED_TEST)\(\s*(\w+),\s*(\w+)\)", re.M)
 PYTHON = re.compile(r"^\s*def (test_\w+)\(", re.M)

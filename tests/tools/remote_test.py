@@ -352,7 +352,7 @@ class Faults(Remote):
             name, first = case
             action, *says = cases[name]
             server = self.serve(DATA)
-            env = {"TENSORMOUNT_PATIENCE": "2" if "DEADLINE_EXCEEDED" in (says[0] or "") else "20"}
+            env = {"TENSORMOUNT_PATIENCE": "1" if "DEADLINE_EXCEEDED" in (says[0] or "") else "20"}
             if first:
                 server.fault = lambda number, path, range: action
                 got = self.measured("ls", f"{server.url}/m.safetensors", env=env)
