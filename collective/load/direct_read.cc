@@ -29,6 +29,9 @@ constexpr std::uint64_t kColdBytes = std::uint64_t{16} << 20;
 // From this mean size of the targets on, reads from a server need nothing brought ahead.
 constexpr std::uint64_t kLongBytes = std::uint64_t{8} << 20;
 
+// Threads that read from a server: while some hash what has come, others wait for answers.
+constexpr int kFarThreads = 4;
+
 struct Share {
   LoadTarget* target = nullptr;
   bool whole = true;
@@ -59,8 +62,9 @@ class DirectReader {
     // Targets are in file order, so read-ahead pays.
     const std::shared_ptr<const void> in_order = checkpoint_.ReadInOrder();
     // Data that are not in the page cache are brought ahead of the reads, which get smaller parts.
-    const bool cold = !AreLongAndFar(targets) &&
-                      Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
+    const bool far = !checkpoint_.fs().Can(Ability::kKernelFiles);
+    const bool cold =
+        !AreLongAndFar(targets) && Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
     const int readers = rules_.one_machine ? rules_.ranks_here : 1;
     for (LoadTarget& target : targets) {
       if (!IsExchanged(target)) AddShares(target, cold && MaySplit(target, readers));
@@ -71,7 +75,7 @@ class DirectReader {
           Prefetcher::Options{rules_.one_machine ? rules_.rank_here : 0, readers, rules_.cancel});
     }
     TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Staging>(
-        batches_.size(), rules_.threads,
+        batches_.size(), far ? std::max(rules_.threads, kFarThreads) : rules_.threads,
         [this](std::size_t i, Staging& staging) { return Read(batches_[i], staging); }));
     return report_;
   }

@@ -24,9 +24,13 @@ constexpr std::uint64_t kRunBytes = 4096;
 // and memory.
 constexpr std::size_t kMostThreads = 8;
 
-std::size_t SharesFor(std::uint64_t bytes, int threads) {
+// At least so many from a server: while some hash what has come, others wait for answers.
+constexpr std::size_t kFewestFarThreads = 4;
+
+std::size_t SharesFor(std::uint64_t bytes, int threads, bool far) {
+  const std::size_t cores = std::min<std::size_t>(HostCores(), kMostThreads);
   const std::size_t most = threads > 0 ? static_cast<std::size_t>(threads)
-                                       : std::min<std::size_t>(HostCores(), kMostThreads);
+                                       : std::max(cores, far ? kFewestFarThreads : 1);
   return static_cast<std::size_t>(std::clamp<std::uint64_t>(bytes / kBytesOfAThread, 1, most));
 }
 
@@ -82,7 +86,8 @@ Status ReadPlacedByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry
                            std::span<const PlacedBox> want, std::byte* base, ReadVerify verify,
                            int threads) {
   const Dims byte_shape = ByteShape(tensor.meta.dtype(), tensor.meta.shape());
-  const std::size_t shares = SharesFor(CostOf(want, byte_shape), threads);
+  const std::size_t shares =
+      SharesFor(CostOf(want, byte_shape), threads, !checkpoint.fs().Can(Ability::kKernelFiles));
   ReadStats stats;
   if (shares == 1) return checkpoint.ReadPlaced(tensor, want, base, verify, stats, nullptr);
   // If elements are whole bytes, the last axis counts the bytes of an element. It is not cut, so
