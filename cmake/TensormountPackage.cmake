@@ -34,7 +34,7 @@ set(same "(= ${PROJECT_VERSION})")
 set(CPACK_DEBIAN_COMMAND_PACKAGE_NAME tensormount)
 set(CPACK_DEBIAN_COMMAND_DESCRIPTION "The command: mounts checkpoints, in which every global tensor is a file, and
  imports, loads, exports, verifies and compares them.")
-set(CPACK_DEBIAN_COMMAND_PACKAGE_RECOMMENDS fuse3)
+set(CPACK_DEBIAN_COMMAND_PACKAGE_RECOMMENDS "fuse3, libcurl4")
 set(CPACK_DEBIAN_COMMAND_PACKAGE_SUGGESTS "tensormount-mpi, tensormount-cuda")
 set(CPACK_DEBIAN_MPI_PACKAGE_NAME tensormount-mpi)
 set(CPACK_DEBIAN_MPI_DESCRIPTION "MPI: what the command tensormount opens when mpirun starts it,
@@ -46,7 +46,7 @@ set(CPACK_DEBIAN_CUDA_DESCRIPTION "CUDA: what the command and the library open w
  memory of NVIDIA GPUs. Needs nothing of CUDA to be installed; a driver of CUDA 13 to work.")
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_NAME "${library}")
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_SECTION libs)
-set(CPACK_DEBIAN_LIBRARY_PACKAGE_SUGGESTS tensormount-cuda)
+set(CPACK_DEBIAN_LIBRARY_PACKAGE_SUGGESTS "tensormount-cuda, libcurl4")
 set(CPACK_DEBIAN_LIBRARY_DESCRIPTION "The library: saves and loads checkpoints, for programs in C++ and C.")
 # ldconfig, for libtensormount.so.
 set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS OFF)

@@ -65,8 +65,8 @@ struct CopyReport {
 //   kAlreadyExists      the destination has another checkpoint of this name, or this checkpoint
 //                       under another name
 //   kDataLoss           the source is damaged: names the file
-//   kUnsupported        an adopted checkpoint, whose data lie outside the store; or source and
-//                       destination are on different file systems (FileSystem)
+//   kUnsupported        an adopted checkpoint, whose data lie outside the store
+//   kReadOnly           the destination is a URL; sources may be URLs (docs/remote.md)
 //   kBusy               another copy of the checkpoint is in progress
 //   kResourceExhausted  no space
 //   kUnknown            cannot tell whether the checkpoint is published; or it is, but a power

@@ -96,6 +96,7 @@ class Pace {
 
 // A checkpoint to copy, as it was when the copy began.
 struct CopyRequest {
+  FileSystem* fs = nullptr;  // Of the source.
   std::string directory;
   std::string name;
   Uuid uuid;
@@ -109,6 +110,7 @@ struct CopyRequest {
 
 // A source that is open and locked, with the records that tell the hashes of its bytes.
 struct OpenedSource {
+  FileSystem* fs = nullptr;
   PinnedCommit pinned;
   std::string commit;  // Content of the file COMMIT.
   CommitRecord record;
@@ -119,7 +121,8 @@ struct OpenedSource {
   // Whether the source was deleted meanwhile. Error codes of opens and reads do not show this.
   bool Deleted() const {
     const Result<FileInfo> now = pinned.file->Stat();
-    return now.status().code() == Code::kStale || (now.ok() && now.value().links == 0);
+    return now.status().code() == Code::kStale ||
+           (now.ok() && fs->Can(Ability::kStamps) && now.value().links == 0);
   }
 };
 
@@ -289,7 +292,8 @@ class Copier {
 
 Result<OpenedSource> Copier::Open(const CopyRequest& wanted) {
   OpenedSource source;
-  TENSORMOUNT_ASSIGN_OR_RETURN(source.pinned, PinCommit(fs_, wanted.directory));
+  source.fs = wanted.fs;
+  TENSORMOUNT_ASSIGN_OR_RETURN(source.pinned, PinCommit(*wanted.fs, wanted.directory));
   TENSORMOUNT_ASSIGN_OR_RETURN(source.commit, ReadCommitBytes(*source.pinned.file, kCommitName));
   TENSORMOUNT_ASSIGN_OR_RETURN(DecodedCommit decoded, DecodeCommit(source.commit, kCommitName));
   // COMMIT contains two copies of the record. If one of them is damaged, the checkpoint is not
@@ -299,7 +303,8 @@ Result<OpenedSource> Copier::Open(const CopyRequest& wanted) {
   if (source.record.uuid != wanted.uuid) {
     return Status(Code::kStale, wanted.directory + ": the checkpoint was replaced by another one");
   }
-  Result<Inventory> inventory = RebuildInventory(fs_, *source.pinned.directory, source.record);
+  Result<Inventory> inventory =
+      RebuildInventory(*source.fs, *source.pinned.directory, source.record);
   if (!inventory.ok()) {
     if (source.Deleted()) {
       return Status(Code::kStale,
@@ -461,7 +466,9 @@ Status Copier::CopyFile(const OpenedSource& source, const CommitRecord::Entry& e
     for (std::uint64_t at = 0; at < entry.length;) {
       const auto n =
           static_cast<std::size_t>(std::min<std::uint64_t>(buffer_.size(), entry.length - at));
-      TENSORMOUNT_RETURN_IF_ERROR(from.ReadExactAt(at, buffer_.data(), n));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
+                                   from.ReadAtWithin(at, buffer_.data(), n, entry.length));
+      if (got != n) TENSORMOUNT_RETURN_IF_ERROR(from.ReadExactAt(at, buffer_.data(), n));
       TENSORMOUNT_RETURN_IF_ERROR(proof.Add(buffer_.data(), n));
       TENSORMOUNT_RETURN_IF_ERROR(file->WriteAt(at, buffer_.data(), n));
       at += n;
@@ -489,7 +496,7 @@ Status Copier::CopyFile(const OpenedSource& source, const CommitRecord::Entry& e
 Status Copier::Place(const OpenedSource& source, const CommitRecord::Entry& entry,
                      const std::string& outer, const std::string& inner, CopiedCheckpoint& out) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> from,
-                               OpenListedFile(fs_, *source.pinned.directory, entry.name));
+                               OpenListedFile(*source.fs, *source.pinned.directory, entry.name));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, from->Stat());
   if (info.size != entry.length) {
     return DataLoss(entry.name, "the file has " + std::to_string(info.size) + " bytes, " +
@@ -662,13 +669,15 @@ void Copier::CleanUp() {
 
 // Finds the checkpoints that the caller named, and sorts them in the order of copying. Adds the
 // keys of all their data files to `keys`.
-Result<std::vector<CopyRequest>> FindSources(FileSystem& fs,
-                                             const std::vector<std::string>& sources,
+Result<std::vector<CopyRequest>> FindSources(const std::vector<std::string>& sources,
+                                             const std::vector<FileSystem*>& from, FileSystem& to,
                                              const std::string& destination, Keys& keys) {
   std::vector<CopyRequest> wanted;
   std::set<std::string> seen;
-  const Result<FileInfo> target = fs.Stat(destination);
-  for (const std::string& text : sources) {
+  const Result<FileInfo> target = to.Stat(destination);
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const std::string& text = sources[i];
+    FileSystem& fs = *from[i];
     Result<Store> store = Store::Open(fs, text);
     const bool all = store.ok();
     std::vector<std::string> names;
@@ -681,14 +690,17 @@ Result<std::vector<CopyRequest>> FindSources(FileSystem& fs,
       TENSORMOUNT_RETURN_IF_ERROR(store.status());
       names.push_back(parts.name);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo from, fs.Stat(store.value().path()));
-    if (target.ok() && target.value().device == from.device && target.value().inode == from.inode) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(store.value().path()));
+    if (&fs == &to && target.ok() && target.value().device == info.device &&
+        target.value().inode == info.inode) {
       return InvalidArgument(destination + ": is the store of the source " + text +
                              "; choose another destination");
     }
     for (const std::string& name : names) {
-      CopyRequest one{
-          .directory = store.value().CheckpointPath(name), .name = name, .from_whole_store = all};
+      CopyRequest one{.fs = &fs,
+                      .directory = store.value().CheckpointPath(name),
+                      .name = name,
+                      .from_whole_store = all};
       if (!seen.insert(one.directory).second) continue;
       CommitRecord record;
       const CheckpointListing listing = store.value().FindListing(name, &record);
@@ -718,14 +730,18 @@ Result<std::vector<CopyRequest>> FindSources(FileSystem& fs,
 
 }  // namespace
 
-Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string>& sources,
-                                   const std::string& destination, const CopyOptions& options) {
+namespace {
+
+// `from`: the file system of each source.
+Result<CopyReport> CopyBetween(const std::vector<std::string>& sources,
+                               const std::vector<FileSystem*>& from, FileSystem& fs,
+                               const std::string& destination, const CopyOptions& options) {
   TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kWrite, destination));
   if (sources.empty())
     return InvalidArgument("copy to " + destination + ": no checkpoint to copy was given");
   Keys keys;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CopyRequest> wanted,
-                               FindSources(fs, sources, destination, keys));
+                               FindSources(sources, from, fs, destination, keys));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::OpenOrCreate(fs, destination));
   TENSORMOUNT_RETURN_IF_ERROR(store.PrepareToWrite());
   std::uint64_t total = 0;
@@ -744,7 +760,7 @@ Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string
     out.status = retention::WithTrashHint(fs, store.path(), out.status);
     const bool removed =
         (out.status.code() == Code::kNotFound || out.status.code() == Code::kStale) &&
-        fs.LinkStat(one.directory).status().code() == Code::kNotFound;
+        one.fs->LinkStat(one.directory).status().code() == Code::kNotFound;
     if (removed) {
       // The checkpoint was removed from the source meanwhile. In a copy of a whole store this is
       // not an error.
@@ -759,19 +775,22 @@ Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string
   return report;
 }
 
+}  // namespace
+
+Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string>& sources,
+                                   const std::string& destination, const CopyOptions& options) {
+  return CopyBetween(sources, std::vector<FileSystem*>(sources.size(), &fs), fs, destination,
+                     options);
+}
+
 Result<CopyReport> CopyCheckpoints(const std::vector<std::string>& sources,
                                    const std::string& destination, const CopyOptions& options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(destination));
+  std::vector<FileSystem*> from;
   for (const std::string& source : sources) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const FileSystem* const from, FileSystemFor(source));
-    if (from != fs) {
-      return Status(
-          Code::kUnsupported,
-          "copy " + source + " to " + destination +
-              ": source and destination are on different file systems; import the source instead");
-    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(from.emplace_back(), FileSystemFor(source));
   }
-  return CopyCheckpoints(*fs, sources, destination, options);
+  return CopyBetween(sources, from, *fs, destination, options);
 }
 
 }  // namespace tensormount

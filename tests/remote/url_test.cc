@@ -15,7 +15,11 @@ TEST(UrlTest, PartsAreFound) {
   EXPECT_EQ(url.path, "/a%20b/%41");
   EXPECT_EQ(url.query, "sig=x/y");
   EXPECT_EQ(url.ToString(), "https://host:8080/a%20b/%41?sig=x/y");
-  EXPECT_EQ(ParseUrl("http://[::1]:80").value().ToString(), "http://[::1]:80/");
+  EXPECT_EQ(ParseUrl("http://[::1]:81").value().ToString(), "http://[::1]:81/");
+  // As in the header Host, which a signature covers.
+  EXPECT_EQ(ParseUrl("http://h:80/").value().host, "h");
+  EXPECT_EQ(ParseUrl("https://h:443/").value().host, "h");
+  EXPECT_EQ(ParseUrl("https://h:80/").value().host, "h:80");
 }
 
 TEST(UrlTest, OthersAreRefused) {
@@ -23,6 +27,7 @@ TEST(UrlTest, OthersAreRefused) {
   EXPECT_THAT(ParseUrl("file:///etc/passwd"), HasMessage("neither http"));
   EXPECT_THAT(ParseUrl("https:///x"), HasMessage("no host"));
   EXPECT_THAT(ParseUrl("https://a\nb/x"), HasMessage("malformed"));
+  EXPECT_THAT(ParseUrl("https://a:99999/x"), HasMessage("port"));
   // The message does not have the password.
   const Status with_password = ParseUrl("https://me:secret@host/x").status();
   EXPECT_EQ(with_password.code(), Code::kInvalidArgument);
@@ -36,6 +41,8 @@ TEST(UrlTest, RedirectsAreResolved) {
   EXPECT_EQ(ResolveRedirect(from, "//b/z").value().ToString(), "https://b/z");
   EXPECT_EQ(ResolveRedirect(from, "http://b/z").value().ToString(), "http://b/z");
   EXPECT_THAT(ResolveRedirect(from, "file:///z"), HasCode(Code::kInvalidArgument));
+  EXPECT_EQ(ResolveRedirect(from, "/z?next=http://b/").value().ToString(),
+            "https://a/z?next=http://b/");
 }
 
 TEST(UrlTest, NamesAreEncoded) {

@@ -59,7 +59,7 @@ class InWords(ToolTest):
         # Who has such a folder names it so.
         self.run_tool("import", self.model, "./s3:/bucket/x")
         self.run_tool("ls", "./s3:/bucket/x")
-        self.fails("ls", "s3://bucket/x", code="UNSUPPORTED", says="a URL")
+        self.fails("ls", "ftp://bucket/x", code="UNSUPPORTED", says="a URL")
 
     def test_first_checkpoint_can_be_saved_through_a_mount(self):
         need_fuse()

@@ -252,8 +252,9 @@ TEST_F(PlainSourceTest, ErrorNamesTheUnsupportedOperation) {
     EXPECT_THAT(ran.err, HasSubstr("READ_ONLY")) << words[0];
     EXPECT_THAT(ran.err, HasSubstr("the plain file system is read-only")) << words[0];
   }
-  const Ran copy = RunCommand({"copy", store + "/step-1", dir_.Join("other")});
-  EXPECT_THAT(copy.err, HasSubstr("on different file systems"));
+  // What is only read may lie anywhere.
+  EXPECT_EQ(RunCommand({"copy", store + "/step-1", dir_.Join("other")}).status, 0);
+  EXPECT_EQ(RunCommand({"verify", dir_.Join("other/step-1")}).status, 0);
   // What is stored names files of the host.
   const Ran adopted = RunCommand({"adopt", kScheme + file_, dir_.Join("adopted/x")});
   EXPECT_EQ(adopted.status, 2);

@@ -155,6 +155,16 @@ class Http(Remote):
             self.same("STORE/step-1", "ls", url=f"{url}/STORE/step-1")
             self.same("m.safetensors", "cat", "w", url=f"{url}/m%20%231%3F.safetensors")
 
+    def test_copy_brings_a_checkpoint_here(self):
+        self.run_tool("copy", f"{self.url}/STORE/step-1", self.dir / "here")
+        self.run_tool("verify", self.dir / "here" / "step-1")
+        self.run_tool("diff", self.dir / "here" / "step-1", DATA / "STORE" / "step-1")
+        # A data file that is gone: nothing is published.
+        self.server.fault = lambda number, path, range: object_server.status(404) if "/data/" in path else None
+        self.run_tool("copy", f"{self.url}/BIG/step-1", self.dir / "other", expect=2)
+        self.assertGreater(self.server.faults()["status"], 0)
+        self.assertFalse((self.dir / "other" / "step-1").exists())
+
     def test_writing_to_a_url_is_refused(self):
         for args in (["import", DATA / "m.safetensors", f"{self.url}/STORE/step-3"], ["init", f"{self.url}/NEW"],
                      ["prune", f"{self.url}/STORE", "--keep-last", "1"], ["rm", f"{self.url}/STORE/step-1"],
