@@ -2,7 +2,8 @@
 // Finds the file system for a path that a user typed.
 #include "base/file_system_for.h"
 
-#include <mutex>
+#include <atomic>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,23 +53,16 @@ Status CheckIsPath(std::string_view text) {
               "can (docs/remote.md). Mount it, or copy it to this machine first"};
 }
 
-struct Schemes {
-  std::mutex mutex;
-  std::vector<std::pair<std::string, FileSystem*>> known;
-};
+using Schemes = std::vector<std::pair<std::string, FileSystem*>>;
 
-Schemes& AllSchemes() {
-  static auto* schemes = new Schemes;  // Never destroyed: threads may use it during exit.
-  return *schemes;
-}
+// Replaced as a whole and never freed: readers take no lock, which a fork could leave locked.
+std::atomic<const Schemes*> all_schemes = nullptr;
 
 }  // namespace
 
 Result<FileSystem*> FileSystemFor(std::string_view text) {
-  {
-    Schemes& schemes = AllSchemes();
-    const std::lock_guard lock(schemes.mutex);
-    for (const auto& [scheme, fs] : schemes.known) {
+  if (const Schemes* const schemes = all_schemes.load(); schemes != nullptr) {
+    for (const auto& [scheme, fs] : *schemes) {
       if (text.starts_with(scheme)) return fs;
     }
   }
@@ -82,9 +76,15 @@ std::string WithoutQuery(std::string_view text) {
 }
 
 void AddFileSystem(std::string_view scheme, FileSystem& fs) {
-  Schemes& schemes = AllSchemes();
-  const std::lock_guard lock(schemes.mutex);
-  schemes.known.emplace_back(scheme, &fs);
+  const Schemes* known = all_schemes.load();
+  for (;;) {
+    auto more = std::make_unique<Schemes>(known == nullptr ? Schemes() : *known);
+    more->emplace_back(scheme, &fs);
+    if (all_schemes.compare_exchange_strong(known, more.get())) {
+      (void)more.release();
+      return;
+    }
+  }
 }
 
 }  // namespace tensormount

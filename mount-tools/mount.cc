@@ -209,7 +209,8 @@ Status DecodeOutcome(const std::string& text) {
     WriteAll(pipe_fd, EncodeOutcome(started));
     close(pipe_fd);
     if (started.ok()) {
-      Log(LogLevel::kInfo, fmt::format("mounted {} at {}", options.source, options.mount_point));
+      Log(LogLevel::kInfo,
+          fmt::format("mounted {} at {}", WithoutQuery(options.source), options.mount_point));
     }
   });
   if (!status.ok()) Log(LogLevel::kError, status.ToString());
@@ -221,7 +222,8 @@ void PrintMounted(const fs::MountOptions& options, pid_t pid, Terminal& terminal
     terminal.Json(nlohmann::ordered_json{
         {"mounted", options.mount_point}, {"source", options.source}, {"pid", pid}});
   } else if (!terminal.quiet) {
-    terminal.Line(fmt::format("mounted {} at {}", options.source, options.mount_point));
+    terminal.Line(
+        fmt::format("mounted {} at {}", WithoutQuery(options.source), options.mount_point));
   }
 }
 

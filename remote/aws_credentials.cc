@@ -13,6 +13,7 @@
 #include <spawn.h>
 #include <sstream>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -35,6 +36,7 @@ constexpr std::chrono::seconds kMetadataPatience{5};
 // Credentials that expire within this time are fetched again.
 constexpr std::time_t kEarly = 300;
 constexpr std::time_t kAgain = 60;
+constexpr std::time_t kFailureHolds = 3;
 // Keys without an end: the files may have changed.
 constexpr std::time_t kLong = 3600;
 
@@ -137,9 +139,17 @@ Result<std::string> OutputOf(const std::vector<std::string>& words) {
     over = n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN);
   }
   close(ends[0]);
-  if (!over) kill(child, SIGKILL);
   int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  pid_t ended = 0;
+  while (over && ended == 0 && !deadline.Passed()) {
+    ended = waitpid(child, &status, WNOHANG);
+    if (ended == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  if (ended == 0) {
+    over = false;
+    kill(child, SIGKILL);
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
   }
   if (!over) return Status(Code::kDeadlineExceeded, words[0] + ": no end within 60 s");
   if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
@@ -155,7 +165,10 @@ Result<std::string> Ask(HttpRequest request, const std::string& what) {
   request.follow_redirects = false;  // They would carry tokens to another host.
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto call, HttpClient::Get().Run(std::move(request), limits));
   if (call->response().code != 200) {
-    return HttpFailure(call->request().url, call->response()).WithContext(what);
+    const Status failure = HttpFailure(call->request().url, call->response()).WithContext(what);
+    return failure.code() == Code::kUnavailable
+               ? failure
+               : Status(Code::kPermissionDenied, std::string(failure.message()));
   }
   return call->response().body;
 }
@@ -343,17 +356,32 @@ Result<AwsCredentialChain::Found> AwsCredentialChain::Find() const {
 }
 
 Result<AwsCredentials> AwsCredentialChain::Current() {
-  const std::lock_guard alone(finding_);
-  {
+  const auto known = [&](bool is_renewed) -> std::optional<Result<AwsCredentials>> {
     const std::lock_guard lock(mutex_);
-    if (found_ && std::time(nullptr) < renew_) return found_->credentials;
+    const std::time_t now = std::time(nullptr);
+    if (failure_until_ > now) return Result<AwsCredentials>(failure_);
+    const bool valid = found_ && (!found_->expires || *found_->expires > now);
+    if (found_ && (now < renew_ || (is_renewed && valid))) return found_->credentials;
+    return std::nullopt;
+  };
+  if (const auto found = known(false)) return *found;
+  std::unique_lock alone(finding_, std::try_to_lock);
+  // Those that are still valid serve while another thread renews them.
+  if (const auto found = known(!alone.owns_lock())) return *found;
+  if (!alone.owns_lock()) {
+    alone.lock();
+    if (const auto found = known(false)) return *found;
   }
   Result<Found> found = Find();
   const std::lock_guard lock(mutex_);
   const std::time_t now = std::time(nullptr);
   if (!found.ok()) {
     // Those that are still valid serve until the source answers again.
-    if (!found_ || !found_->expires || *found_->expires <= now) return found.status();
+    if (!found_ || !found_->expires || *found_->expires <= now) {
+      failure_ = found.status();
+      failure_until_ = now + kFailureHolds;
+      return failure_;
+    }
     renew_ = now + kAgain;
     return found_->credentials;
   }

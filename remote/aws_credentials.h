@@ -66,6 +66,8 @@ class AwsCredentialChain {
   std::mutex mutex_;    // Guards found_.
   std::optional<Found> found_;
   std::time_t renew_ = 0;  // When to look again.
+  Status failure_;         // Of the last search, for the readers until failure_until_.
+  std::time_t failure_until_ = 0;
 };
 
 }  // namespace tensormount

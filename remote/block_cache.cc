@@ -104,7 +104,10 @@ void BlockCache::Forget(const std::shared_ptr<Request>& request) {
 std::shared_ptr<BlockCache::Request> BlockCache::Find(const Key& key) {
   const auto found = blocks_.find(key);
   if (found == blocks_.end()) return nullptr;
-  if (!found->second->call->failed()) return found->second;
+  const HttpCall& call = *found->second->call;
+  const bool good = !call.ended() ||
+                    (!call.failed() && call.response().code >= 200 && call.response().code <= 299);
+  if (good) return found->second;
   Forget(found->second);
   return nullptr;
 }
@@ -165,7 +168,8 @@ Status BlockCache::Start(const std::shared_ptr<const RemoteObject>& object, Byte
   if (object->prepare) object->prepare();
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::After(HttpClient::Patience());
-  while (wait && !MakeRoom(range.size()) && !deadline.Passed()) {
+  const std::uint64_t most = std::min(range.size(), kMostBytes / 2);
+  while (wait && !MakeRoom(most) && !deadline.Passed()) {
     changed_.wait_for(lock, std::chrono::milliseconds(20));
   }
   return StartLocked(object, range, false, nullptr);
@@ -184,6 +188,7 @@ Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteR
   if (object->prepare) object->prepare();
   // Held from here on: what makes room for other blocks of this read stays until it is copied.
   std::vector<std::shared_ptr<Request>> requests;
+  std::size_t earlier = 0;  // So many of them were begun by others.
   {
     const std::lock_guard lock(mutex_);
     for (std::uint64_t b = range.begin / kBlockBytes; b * kBlockBytes < range.end; ++b) {
@@ -192,20 +197,26 @@ Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteR
       by_use_.splice(by_use_.begin(), by_use_, found->used);
       requests.push_back(std::move(found));
     }
+    earlier = requests.size();
     TENSORMOUNT_RETURN_IF_ERROR(StartLocked(object, range, true, &requests));
     if (ahead > 0) {
       TENSORMOUNT_RETURN_IF_ERROR(
           StartLocked(object, {range.end, range.end + ahead}, false, nullptr));
     }
   }
-  for (const std::shared_ptr<Request>& request : requests) {
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    const std::shared_ptr<Request> request = requests[i];
     const Status arrived = request->call->Await(limits);
     if (!arrived.ok() && !request->call->ended()) return arrived;  // The limits.
     const Status answered = arrived.ok() ? CheckAnswer(*object, *request->call) : arrived;
     if (!answered.ok()) {
       const std::lock_guard lock(mutex_);
       Forget(request);  // The next read asks anew.
-      return answered;
+      if (i >= earlier || answered.code() == Code::kStale) return answered;
+      // Somebody asked for it before, perhaps when the server was not well.
+      TENSORMOUNT_RETURN_IF_ERROR(
+          StartLocked(object, range.Intersect(request->range), true, &requests));
+      continue;
     }
     const ByteRange part = range.Intersect(request->range);
     std::memcpy(out + (part.begin - range.begin),

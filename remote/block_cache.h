@@ -32,6 +32,7 @@ struct RemoteObject {
   // Renews what `sign` uses, if need be; called before each request, and may wait. May be empty.
   std::function<void()> prepare;
   bool follow_redirects = true;
+  std::string region;  // Of S3.
   std::uint64_t size = 0;
   // What tells that the object is unchanged: its ETag, or Last-Modified if there is none.
   std::string etag;

@@ -269,12 +269,12 @@ class HttpTransfer {
   // Ends a call. Returns true.
   bool Finish(Status status) {
     HttpCall& call = *call_;
-    call.status_ = std::move(status);
-    if (call.at_end_) std::exchange(call.at_end_, {})(call);
     {
       const std::lock_guard lock(call.mutex_);
+      call.status_ = std::move(status);
       call.ended_.store(true, std::memory_order_release);
     }
+    if (call.at_end_) std::exchange(call.at_end_, {})(call);
     call.changed_.notify_all();
     return true;
   }
@@ -391,8 +391,8 @@ class HttpTransfer {
     if (!asked_) return;
     // A range that continues must be of the object whose begin has arrived; servers exist that do
     // not know If-Match, and pools of servers that are not equal.
-    const std::string version = std::string(response().Header("etag")) + "\n" +
-                                std::string(response().Header("last-modified"));
+    std::string version(response().Header("etag"));
+    if (version.empty() || version.starts_with("W/")) version = response().Header("last-modified");
     if (asked_->begin == call_->request_.range->begin) {
       version_ = version;
     } else if (version != version_) {
@@ -479,7 +479,10 @@ class HttpTransfer {
     const std::uint64_t most = success ? request.most_body : kErrorText;
     if (data.size() > most - std::min<std::uint64_t>(most, response().body.size())) {
       cut_ = !success;
-      if (!success) return false;
+      if (!success) {
+        response().body.append(data.substr(0, most - response().body.size()));
+        return false;
+      }
       verdict_ = Status(Code::kDataLoss, ShownUrl(url_) + ": the answer has more than " +
                                              std::to_string(most) + " bytes");
       return false;

@@ -94,7 +94,7 @@ class HttpCall {
   const bool extends_;
   HttpResponse response_;
   Status status_;
-  // Runs on the client's thread at the end, before Await returns.
+  // Runs on the client's thread at the end.
   std::function<void(HttpCall&)> at_end_;
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> ended_{false};

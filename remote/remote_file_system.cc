@@ -85,7 +85,10 @@ std::string Cleaned(std::string_view given) {
     if (n > 0) out += '/';
     out += parts[n];
   }
-  if (query != std::string_view::npos) out += given.substr(query);
+  // Paths are cut at slashes.
+  if (query != std::string_view::npos) {
+    for (const char c : given.substr(query)) out += c == '/' ? "%2F" : std::string(1, c);
+  }
   return out;
 }
 
@@ -171,7 +174,7 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
     const auto size = first.find("x-linked-size");
     if (size != first.end() && size->second != std::to_string(object->size)) {
       known.failure =
-          Status(Code::kDataLoss, path + ": the hub says " + size->second +
+          Status(Code::kDataLoss, ShownUrl(path) + ": the hub says " + size->second +
                                       " bytes, the object has " + std::to_string(object->size));
       return known;
     }
@@ -237,6 +240,7 @@ Result<std::vector<RemoteFileSystem::Known>> RemoteFileSystem::LookUp(
     if (!calls.ok()) {
       if (left.size() == 1 && calls.status().code() != Code::kCancelled) {
         const std::lock_guard lock(memory.mutex);
+        if (memory.files.size() > kMostKnown) memory.files.clear();
         memory.files[paths[left[0]]] = {nullptr, calls.status(), std::chrono::steady_clock::now()};
       }
       const bool named = calls.status().message().find(ShownUrl(paths[left[0]])) == 0;
@@ -245,7 +249,7 @@ Result<std::vector<RemoteFileSystem::Known>> RemoteFileSystem::LookUp(
     std::vector<std::size_t> again;
     for (std::size_t n = 0; n < left.size(); ++n) {
       const std::string& path = paths[left[n]];
-      if (turn == 0 && AsksAgain(path, calls.value()[n]->response())) {
+      if (turn == 0 && AsksAgain(path, objects[n], calls.value()[n]->response())) {
         again.push_back(left[n]);
         continue;
       }
@@ -289,7 +293,7 @@ Result<std::optional<RemoteFileSystem::Entries>> RemoteFileSystem::ProbedEntries
     const std::string& path) {
   // What tools keep for themselves: .trash, .git, .cache.
   if (LastPart(path).starts_with('.')) {
-    return Status(Code::kNotFound, path + ": no such directory");
+    return Status(Code::kNotFound, ShownUrl(path) + ": no such directory");
   }
   Entries entries;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Known own, LookUp(JoinPath(path, kTellingNames[0])));
@@ -380,7 +384,7 @@ Result<std::vector<DirectoryEntry>> RemoteFileSystem::List(const std::string& pa
     TENSORMOUNT_ASSIGN_OR_RETURN(entries, ProbedEntriesOf(Cleaned(path)));
   }
   if (entries->empty() && Cleaned(path) != RootOf(path)) {
-    return Status(Code::kNotFound, path + ": no such directory");
+    return Status(Code::kNotFound, ShownUrl(path) + ": no such directory");
   }
   std::vector<DirectoryEntry> out;
   for (const auto& [name, kind] : *entries) out.push_back({name, kind});
@@ -390,10 +394,12 @@ Result<std::vector<DirectoryEntry>> RemoteFileSystem::List(const std::string& pa
 Result<std::string> RemoteFileSystem::Resolve(const std::string& path) {
   TENSORMOUNT_RETURN_IF_ERROR(Stat(path).status());
   std::string cleaned = Cleaned(path);
-  Memory& memory = memory_.Get();
-  const std::lock_guard lock(memory.mutex);
-  if (memory.typed.size() > kMostKnown) memory.typed.clear();
-  memory.typed.insert(cleaned);
+  const std::string name(LastPart(cleaned));
+  if (NameInPath(name) != name) {
+    Memory& memory = memory_.Get();
+    const std::lock_guard lock(memory.mutex);
+    memory.typed.insert(cleaned);
+  }
   return cleaned;
 }
 

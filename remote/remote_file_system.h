@@ -49,8 +49,10 @@ class RemoteFileSystem : public ReadOnlyFileSystem {
   // The error for an answer other than the object: adds hints.
   virtual Status FailureOf(const std::string& path, const HttpResponse& response);
   // Whether to ask once more, because the answer says how (a bucket in another region).
-  virtual bool AsksAgain(const std::string& path, const HttpResponse& response) {
+  virtual bool AsksAgain(const std::string& path, const RemoteObject& asked,
+                         const HttpResponse& response) {
     (void)path;
+    (void)asked;
     (void)response;
     return false;
   }

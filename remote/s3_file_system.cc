@@ -19,6 +19,10 @@ constexpr std::size_t kMostEntries = 1'000'000;
 // In addition to the patience of a request.
 constexpr std::chrono::seconds kListingPatience{60};
 
+std::string KeyOf(const std::string& bucket, bool google) {
+  return (google ? "gs://" : "s3://") + bucket;
+}
+
 }  // namespace
 
 Result<S3FileSystem::Location> S3FileSystem::LocationOf(const std::string& path) {
@@ -44,7 +48,7 @@ std::string S3FileSystem::RegionOf(const Location& at) {
   {
     Regions& regions = regions_.Get();
     const std::lock_guard lock(regions.mutex);
-    const auto known = regions.by_bucket.find(at.bucket);
+    const auto known = regions.by_bucket.find(KeyOf(at.bucket, at.google));
     if (known != regions.by_bucket.end()) return known->second;
   }
   const std::string region =
@@ -53,17 +57,18 @@ std::string S3FileSystem::RegionOf(const Location& at) {
   return at.google ? "auto" : "us-east-1";
 }
 
-bool S3FileSystem::LearnsRegion(const Location& at, const HttpResponse& response) {
+bool S3FileSystem::LearnsRegion(const Location& at, const std::string& asked,
+                                const HttpResponse& response) {
   std::string region(response.Header("x-amz-bucket-region"));
   if (region.empty()) region = XmlText(response.body, "Region");
   // It becomes a part of a host's name.
-  if (region.empty() || region.size() > 64 || region == RegionOf(at) ||
+  if (region.empty() || region.size() > 64 || region == asked ||
       region.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") != std::string::npos) {
     return false;
   }
   Regions& regions = regions_.Get();
   const std::lock_guard lock(regions.mutex);
-  regions.by_bucket[at.bucket] = region;
+  regions.by_bucket[KeyOf(at.bucket, at.google)] = region;
   return true;
 }
 
@@ -83,6 +88,7 @@ Result<RemoteObject> S3FileSystem::RequestsFor(const Location& at, const std::st
     object.url = "https://s3." + region + ".amazonaws.com/" + at.bucket + "/" + key;
   }
   if (!query.empty()) object.url += "?" + query;
+  object.region = region;
   object.follow_redirects = false;  // They name another region, which LearnsRegion finds.
   const bool google = at.google;
   object.sign = [region, google](const HttpRequest& request,
@@ -133,7 +139,7 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
           HttpClient::Get().Run(std::move(request), limits);
       if (!answered.ok()) return answered.status().WithContext(path);
       call = std::move(answered).value();
-      if (call->response().code == 200 || !LearnsRegion(at, call->response())) break;
+      if (call->response().code == 200 || !LearnsRegion(at, asked.region, call->response())) break;
     }
     if (call->response().code != 200) return FailureOf(path, call->response());
     const std::string& xml = call->response().body;
@@ -175,10 +181,11 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
   return std::optional<Entries>(std::move(entries));
 }
 
-bool S3FileSystem::AsksAgain(const std::string& path, const HttpResponse& response) {
+bool S3FileSystem::AsksAgain(const std::string& path, const RemoteObject& asked,
+                             const HttpResponse& response) {
   if (response.code == 200 || response.code == 206) return false;
   const Result<Location> at = LocationOf(path);
-  return at.ok() && LearnsRegion(at.value(), response);
+  return at.ok() && LearnsRegion(at.value(), asked.region, response);
 }
 
 Status S3FileSystem::FailureOf(const std::string& path, const HttpResponse& response) {

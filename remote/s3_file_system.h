@@ -23,7 +23,8 @@ class S3FileSystem : public RemoteFileSystem {
   Result<RemoteObject> ObjectAt(const std::string& path) override;
   Result<std::optional<Entries>> EntriesOf(const std::string& path) override;
   Status FailureOf(const std::string& path, const HttpResponse& response) override;
-  bool AsksAgain(const std::string& path, const HttpResponse& response) override;
+  bool AsksAgain(const std::string& path, const RemoteObject& asked,
+                 const HttpResponse& response) override;
   std::string RootOf(const std::string& path) const override;
 
  private:
@@ -36,12 +37,12 @@ class S3FileSystem : public RemoteFileSystem {
   // The URL of a key, or of the bucket if the key is empty, and how requests for it are signed.
   Result<RemoteObject> RequestsFor(const Location& at, const std::string& query);
   std::string RegionOf(const Location& at);
-  // Whether the answer says that the bucket is in another region, which is then known.
-  bool LearnsRegion(const Location& at, const HttpResponse& response);
+  // Whether the answer says that the bucket is in another region than `asked`; it is then known.
+  bool LearnsRegion(const Location& at, const std::string& asked, const HttpResponse& response);
 
   struct Regions {
     std::mutex mutex;
-    std::map<std::string, std::string> by_bucket;
+    std::map<std::string, std::string> by_bucket;  // "s3://BUCKET"
   };
   PerProcessMember<Regions> regions_;
 };

@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/file_system_for.h"
 #include "base/log.h"
 
 namespace tensormount::fs {
@@ -121,7 +122,8 @@ Result<int> MountByHelper(const MountCall& call) {
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, said[1], STDERR_FILENO);
   std::string options = CommonOptions(call) + ",nosuid,nodev,subtype=" + kSubtype +
-                        ",fsname=" + Escaped(call.source) + (call.read_only ? ",ro" : ",rw");
+                        ",fsname=" + Escaped(WithoutQuery(call.source)) +
+                        (call.read_only ? ",ro" : ",rw");
   std::string target = call.mount_point;
   std::string program = "fusermount3";
   std::string option = "-o";

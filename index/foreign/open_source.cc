@@ -80,6 +80,7 @@ std::optional<std::string> AsWeightIndex(FileSystem& fs, const std::string& text
   const std::string folder = slash == std::string::npos ? "."
                              : slash == 0               ? "/"
                                                         : text.substr(0, slash);
+  (void)fs.Resolve(text);  // A server's file system notes what the user typed.
   const Result<std::string> resolved = fs.Resolve(folder);
   if (!resolved.ok()) return std::nullopt;
   return JoinPath(resolved.value(), text.substr(slash + 1));
