@@ -155,11 +155,11 @@ class Http(Remote):
             self.same("STORE/step-1", "ls", url=f"{url}/STORE/step-1")
             self.same("m.safetensors", "cat", "w", url=f"{url}/m%20%231%3F.safetensors")
 
-    def test_copy_brings_a_checkpoint_here(self):
+    def test_copy_of_a_checkpoint_behind_a_url(self):
         self.run_tool("copy", f"{self.url}/STORE/step-1", self.dir / "here")
         self.run_tool("verify", self.dir / "here" / "step-1")
         self.run_tool("diff", self.dir / "here" / "step-1", DATA / "STORE" / "step-1")
-        # A data file that is gone: nothing is published.
+        # Nothing is published if a data file is gone.
         self.server.fault = lambda number, path, range: object_server.status(404) if "/data/" in path else None
         self.run_tool("copy", f"{self.url}/BIG/step-1", self.dir / "other", expect=2)
         self.assertGreater(self.server.faults()["status"], 0)
