@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 # Workload -> how many cases it has.
-WORKLOADS = {"save": 2, "async": 2, "replicas": 4, "plan": 1, "load": 4, "reshard": 6,
+WORKLOADS = {"save": 2, "async": 3, "replicas": 4, "plan": 1, "load": 4, "reshard": 6,
              "staging-write": 4, "publish": 2, "open": 2, "hash": 3, "validate": 4}
 MOUNTS = {"mount-read": 24, "mount-write": 2, "mount-ls": 2}
 FIELDS = ["figure", "floor", "of_floor", "figure_p99", "floor_p99", "rounds"]

@@ -280,11 +280,11 @@ print("waiting", flush=True)
 
     def test_exception_of_a_signal_handler_cancels_the_save(self):
         """Be it an Exception, as an alarm's: the save is cancelled, in the wait and while it begins."""
-        for begun, call in (
-            ("event", 'tm.save({"w": numpy.zeros(3)}, "A/x", on_event=lambda event: go_on.wait(60))'),
-            # Copied in the call that begins it; it would go on without a job.
-            ("", 'tm.async_save({"w": numpy.zeros(30_000_000)}, "A/x")'),
-            ("event", 'tm.load({"w": numpy.zeros(3)}, "B/x", on_event=lambda event: go_on.wait(60))'),
+        for after, call in (
+            (0.02, 'tm.save({"w": numpy.zeros(3)}, "A/x", on_event=lambda event: go_on.wait(60))'),
+            # Copied in the call that begins it, for some 20 ms; it would go on without a job.
+            (0.003, 'tm.async_save({"w": big}, "A/x")'),
+            (0.02, 'tm.load({"w": numpy.zeros(3)}, "B/x", on_event=lambda event: go_on.wait(60))'),
         ):
             with self.subTest(call=call):
                 out, _ = self.finish(python(f"""
@@ -294,8 +294,9 @@ print("waiting", flush=True)
                     signal.signal(signal.SIGALRM, ring)
                     go_on = threading.Event()
                     tm.save({{"w": numpy.ones(3)}}, "B/x", replace=True)
+                    big = numpy.ones(30_000_000)
                     # Again, as Python ignores what is raised while it takes an object down.
-                    signal.setitimer(signal.ITIMER_REAL, 0.02, 2)
+                    signal.setitimer(signal.ITIMER_REAL, {after}, 2)
                     try:
                         print("over", {call})
                     except Alarm:
