@@ -53,18 +53,19 @@ Status CheckIsPath(std::string_view text) {
               "can (docs/remote.md). Mount it, or copy it to this machine first"};
 }
 
-using Schemes = std::vector<std::pair<std::string, FileSystem*>>;
-
-// Replaced as a whole and never freed: readers take no lock, which a fork could leave locked.
-std::atomic<const Schemes*> all_schemes = nullptr;
+// A list that only grows: readers take no lock, which a fork could leave locked.
+struct Scheme {
+  std::string begin;
+  FileSystem* fs = nullptr;
+  const Scheme* next = nullptr;
+};
+std::atomic<const Scheme*> newest_scheme = nullptr;
 
 }  // namespace
 
 Result<FileSystem*> FileSystemFor(std::string_view text) {
-  if (const Schemes* const schemes = all_schemes.load(); schemes != nullptr) {
-    for (const auto& [scheme, fs] : *schemes) {
-      if (text.starts_with(scheme)) return fs;
-    }
+  for (const Scheme* known = newest_scheme.load(); known != nullptr; known = known->next) {
+    if (text.starts_with(known->begin)) return known->fs;
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(text));
   return &HostFileSystem();
@@ -76,15 +77,10 @@ std::string WithoutQuery(std::string_view text) {
 }
 
 void AddFileSystem(std::string_view scheme, FileSystem& fs) {
-  const Schemes* known = all_schemes.load();
-  for (;;) {
-    auto more = std::make_unique<Schemes>(known == nullptr ? Schemes() : *known);
-    more->emplace_back(scheme, &fs);
-    if (all_schemes.compare_exchange_strong(known, more.get())) {
-      (void)more.release();
-      return;
-    }
+  auto added = std::make_unique<Scheme>(Scheme{std::string(scheme), &fs, newest_scheme.load()});
+  while (!newest_scheme.compare_exchange_strong(added->next, added.get())) {
   }
+  (void)added.release();
 }
 
 }  // namespace tensormount
