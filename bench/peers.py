@@ -745,8 +745,8 @@ class Worker:
             self.shared.barrier()
         work = args.work.split(",")
         if "save" in work:
-            # The checkpoint of the round before is removed first: what is freed within a round would be the replaced file
-            # of some peers, and nothing of others.
+            # The checkpoint of the round before is removed first: otherwise some peers would free the file that they
+            # replace within a round, and others would free nothing.
             self.rounds("save", {name: (lambda p=peer: p.save(rows)) for name, peer in peers.items() if name not in SAVED_BY},
                         self.ranks, lambda name: removed(peers[name]))
         for job, axis, count in (("same", 0, self.ranks), ("fewer", 0, max(1, self.ranks // 2)), ("columns", 1, self.ranks), ("whole", None, self.ranks)):

@@ -23,6 +23,7 @@
 #include "base/per_process.h"
 #include "remote/environment.h"
 #include "remote/http_client.h"
+#include "remote/text.h"
 #include "remote/url.h"
 #include "remote/xml_text.h"
 
@@ -40,12 +41,6 @@ constexpr std::time_t kFailureHolds = 3;
 // Keys without an end: the files may have changed.
 constexpr std::time_t kLong = 3600;
 
-std::string Trim(const std::string& text) {
-  const std::size_t begin = text.find_first_not_of(" \t\r\n");
-  if (begin == std::string::npos) return {};
-  return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
-}
-
 std::optional<std::time_t> ParseTime(const std::string& text) {
   std::tm parts{};
   if (strptime(text.c_str(), "%Y-%m-%dT%H:%M:%S", &parts) == nullptr) return std::nullopt;
@@ -59,16 +54,16 @@ void ReadSection(const std::string& file, const std::string& section,
   std::string line;
   bool inside = false;
   while (std::getline(in, line)) {
-    const std::string text = Trim(line);
+    const std::string text(Trimmed(line));
     if (text.empty() || text[0] == '#' || text[0] == ';') continue;
     if (text[0] == '[') {
-      inside = text.back() == ']' && Trim(text.substr(1, text.size() - 2)) == section;
+      inside = text.back() == ']' && Trimmed(text.substr(1, text.size() - 2)) == section;
       continue;
     }
     const std::size_t equals = text.find('=');
     // Indented lines are nested settings.
     if (!inside || equals == std::string::npos || line[0] == ' ' || line[0] == '\t') continue;
-    out[Trim(text.substr(0, equals))] = Trim(text.substr(equals + 1));
+    out[std::string(Trimmed(text.substr(0, equals)))] = Trimmed(text.substr(equals + 1));
   }
 }
 
@@ -99,7 +94,7 @@ std::vector<std::string> Words(const std::string& text) {
   return out;
 }
 
-// What a program prints, at most 64 KiB.
+// The output of a program, at most 64 KiB.
 Result<std::string> OutputOf(const std::vector<std::string>& words) {
   if (words.empty()) return Status(Code::kInvalidArgument, "an empty command");
   std::array<int, 2> ends{};
@@ -252,6 +247,7 @@ Result<std::optional<AwsCredentialChain::Found>> AwsCredentialChain::FromWebIden
     endpoint =
         region.empty() ? "https://sts.amazonaws.com" : "https://sts." + region + ".amazonaws.com";
   }
+  const std::string identity = token.str();
   HttpRequest request;
   request.method = "POST";
   request.url = endpoint + "/";
@@ -259,7 +255,7 @@ Result<std::optional<AwsCredentialChain::Found>> AwsCredentialChain::FromWebIden
   request.body =
       "Action=AssumeRoleWithWebIdentity&Version=2011-06-15&RoleArn=" + PercentEncode(role, false) +
       "&RoleSessionName=" + PercentEncode(session, false) +
-      "&WebIdentityToken=" + PercentEncode(Trim(token.str()), false);
+      "&WebIdentityToken=" + PercentEncode(Trimmed(identity), false);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
                                Ask(std::move(request), "AssumeRoleWithWebIdentity"));
   Found found;
@@ -289,7 +285,7 @@ Result<std::optional<AwsCredentialChain::Found>> AwsCredentialChain::FromContain
     std::ifstream in(file);
     std::getline(in, token);
   }
-  if (!token.empty()) request.headers.push_back("Authorization: " + Trim(token));
+  if (!token.empty()) request.headers.push_back("Authorization: " + std::string(Trimmed(token)));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
                                Ask(std::move(request), "credentials of the container"));
   TENSORMOUNT_ASSIGN_OR_RETURN(Found found, ParseJson(text, "container"));
@@ -321,7 +317,8 @@ Result<std::optional<AwsCredentialChain::Found>> AwsCredentialChain::FromInstanc
   const Result<std::string> role = Ask(std::move(roles), "role of the instance");
   if (!role.ok()) return std::optional<Found>();  // An instance without a role.
   HttpRequest keys;
-  keys.url = path + Trim(role.value().substr(0, role.value().find('\n')));
+  keys.url =
+      path + std::string(Trimmed(std::string_view(role.value()).substr(0, role.value().find('\n'))));
   keys.headers = {header};
   keys.use_proxy = false;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,

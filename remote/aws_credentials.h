@@ -44,7 +44,7 @@ class AwsCredentialChain {
   // May run a program, or ask a server and wait for it: never on the client's thread. An error: a
   // source is configured, and gives none.
   Result<AwsCredentials> Current();
-  // What Current() has found last; empty: nothing yet. Never waits.
+  // The credentials that Current() found last; empty if it found none yet. Never waits.
   AwsCredentials Latest();
   // Where the credentials are from, for `doctor`; "none".
   std::string Origin();

@@ -4,7 +4,6 @@
 #include "remote/http_client.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <random>
@@ -13,10 +12,11 @@
 #include <unistd.h>
 #include <utility>
 
-#include "base/checked.h"
 #include "base/per_process.h"
 #include "base/thread.h"
 #include "remote/curl_library.h"
+#include "remote/environment.h"
+#include "remote/text.h"
 #include "remote/url.h"
 
 namespace tensormount {
@@ -52,12 +52,6 @@ std::optional<std::uint64_t> ParseNumber(std::string_view text) {
     value = value * 10 + static_cast<std::uint64_t>(c - '0');
   }
   return value;
-}
-
-std::string_view Trimmed(std::string_view text) {
-  const std::size_t begin = text.find_first_not_of(" \t\r\n");
-  if (begin == std::string_view::npos) return {};
-  return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
 }
 
 // "bytes 0-9/100": the range and the size of the object. A size of "*" is refused: it would not be
@@ -224,11 +218,10 @@ class HttpTransfer {
            set(curl::kCustomRequest, request.method.c_str());
     }
     for (const char* name : {"AWS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"}) {
-      const char* const file = std::getenv(name);
-      if (file != nullptr && *file != '\0') {
-        ok = ok && set(curl::kCaInfo, file);
-        break;
-      }
+      const std::string file = EnvironmentVariable(name);
+      if (file.empty()) continue;
+      ok = ok && set(curl::kCaInfo, file.c_str());
+      break;
     }
     return ok ? Status()
               : Status(Code::kUnsupported, "libcurl refuses its option " + std::to_string(refused) +
@@ -295,10 +288,7 @@ class HttpTransfer {
     return parsed.ok() ? parsed.value().origin() : std::string();
   }
   static bool IsCredential(std::string_view header) {
-    std::string name;
-    for (const char c : header.substr(0, header.find(':'))) {
-      name += static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
-    }
+    const std::string name = Lowered(header.substr(0, header.find(':')));
     return name == "authorization" || name == "cookie" || name.starts_with("x-amz-");
   }
   HttpResponse& response() { return call_->response_; }
@@ -446,11 +436,7 @@ class HttpTransfer {
     }
     const std::size_t colon = line.find(':');
     if (colon == std::string_view::npos) return true;
-    std::string name;
-    for (const char c : Trimmed(line.substr(0, colon))) {
-      name += static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
-    }
-    response().headers[name] = Trimmed(line.substr(colon + 1));
+    response().headers[Lowered(Trimmed(line.substr(0, colon)))] = Trimmed(line.substr(colon + 1));
     return true;
   }
 
@@ -663,11 +649,8 @@ HttpClient& HttpClient::Get() { return PerProcess<HttpClient>(); }
 HttpClient::HttpClient() = default;
 
 std::chrono::milliseconds HttpClient::Patience() {
-  const char* const given = std::getenv("TENSORMOUNT_PATIENCE");
-  if (given != nullptr) {
-    const auto seconds = ParseNumber(given);
-    if (seconds && *seconds > 0 && *seconds <= 86'400) return std::chrono::seconds(*seconds);
-  }
+  const auto seconds = ParseNumber(EnvironmentVariable("TENSORMOUNT_PATIENCE"));
+  if (seconds && *seconds > 0 && *seconds <= 86'400) return std::chrono::seconds(*seconds);
   return kDefaultPatience;
 }
 
@@ -714,18 +697,13 @@ Result<std::vector<std::shared_ptr<HttpCall>>> HttpClient::Run(std::vector<HttpR
   };
   if (!failure.ok()) cancel_all();
   for (const auto& call : calls) {
-    while (limits.cancel != nullptr && !call->ended()) {
-      if (limits.cancel->load() && failure.ok()) {
-        failure = Status(Code::kCancelled, "the read was cancelled");
-        cancel_all();
-      }
-      std::unique_lock lock(call->mutex_);
-      call->changed_.wait_for(lock, kTick, [&] { return call->ended(); });
-    }
-    if (const Status status = call->Await(); !status.ok() && failure.ok()) {
+    // The call itself ends at the deadline, and says what its last try met.
+    const Status status = call->Await(ReadLimits{.cancel = limits.cancel});
+    if (!status.ok() && failure.ok()) {
       failure = status;
       cancel_all();
     }
+    (void)call->Await();  // Until nobody writes to the caller's memory.
   }
   if (!failure.ok()) return failure;
   return calls;

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "remote/environment.h"
+#include "remote/text.h"
 #include "remote/url.h"
 
 namespace tensormount {
@@ -21,14 +22,8 @@ std::string Endpoint() {
   return given.empty() ? "https://huggingface.co" : WithoutTrailingSlashes(given);
 }
 
-std::string WithoutBlanks(const std::string& text) {
-  const std::size_t begin = text.find_first_not_of(" \t\r\n");
-  if (begin == std::string::npos) return {};
-  return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
-}
-
 std::string Token() {
-  if (std::string token = WithoutBlanks(EnvironmentVariable("HF_TOKEN")); !token.empty())
+  if (std::string token(Trimmed(EnvironmentVariable("HF_TOKEN"))); !token.empty())
     return token;
   std::string file = EnvironmentVariable("HF_TOKEN_PATH");
   if (file.empty()) {
@@ -38,7 +33,7 @@ std::string Token() {
   std::ifstream in(file);
   std::string token;
   std::getline(in, token);
-  return WithoutBlanks(token);
+  return std::string(Trimmed(token));
 }
 
 std::vector<std::string> Headers() {

@@ -187,7 +187,7 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
     if (object->last_modified.empty()) {
       known.failure = Status(
           Code::kUnsupported,
-          path +
+          object->path +
               ": the server sends neither an ETag nor Last-Modified, so it would not be seen if "
               "the object was replaced while it is read");
       return known;

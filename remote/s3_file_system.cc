@@ -44,15 +44,14 @@ Result<S3FileSystem::Location> S3FileSystem::LocationOf(const std::string& path)
   return at;
 }
 
-std::string S3FileSystem::RegionOf(const Location& at) {
+std::string S3FileSystem::RegionOf(const Location& at, const AwsSettings& settings) {
   {
     Regions& regions = regions_.Get();
     const std::lock_guard lock(regions.mutex);
     const auto known = regions.by_bucket.find(KeyOf(at.bucket, at.google));
     if (known != regions.by_bucket.end()) return known->second;
   }
-  const std::string region =
-      AwsSettings::Read().Find({"AWS_REGION", "AWS_DEFAULT_REGION"}, "region");
+ const std::string region = settings.Find({"AWS_REGION", "AWS_DEFAULT_REGION"}, "region");
   if (!region.empty()) return region;
   return at.google ? "auto" : "us-east-1";
 }
@@ -74,9 +73,10 @@ bool S3FileSystem::LearnsRegion(const Location& at, const std::string& asked,
 
 Result<RemoteObject> S3FileSystem::RequestsFor(const Location& at, const std::string& query) {
   TENSORMOUNT_RETURN_IF_ERROR(AwsCredentialChain::Get().Current().status());
-  const std::string region = RegionOf(at);
+  const AwsSettings settings = AwsSettings::Read();
+  const std::string region = RegionOf(at, settings);
   std::string endpoint =
-      AwsSettings::Read().Find({"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"}, "endpoint_url");
+      settings.Find({"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"}, "endpoint_url");
   if (endpoint.empty() && at.google) endpoint = "https://storage.googleapis.com";
   const std::string key = PercentEncode(at.key, true);
   RemoteObject object;

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 
+#include "remote/aws_credentials.h"
 #include "remote/remote_file_system.h"
 
 namespace tensormount {
@@ -36,7 +37,7 @@ class S3FileSystem : public RemoteFileSystem {
   static Result<Location> LocationOf(const std::string& path);
   // The URL of a key, or of the bucket if the key is empty, and how requests for it are signed.
   Result<RemoteObject> RequestsFor(const Location& at, const std::string& query);
-  std::string RegionOf(const Location& at);
+  std::string RegionOf(const Location& at, const AwsSettings& settings);
   // Whether the answer says that the bucket is in another region than `asked`; it is then known.
   bool LearnsRegion(const Location& at, const std::string& asked, const HttpResponse& response);
 

@@ -7,6 +7,8 @@
 #include <bit>
 #include <cstring>
 
+#include "remote/text.h"
+
 namespace tensormount {
 namespace {
 
@@ -48,12 +50,6 @@ void AddBlock(std::array<std::uint32_t, 8>& state, const unsigned char* block) {
 
 std::string_view Bytes(const Sha256Digest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
-}
-
-std::string Lower(std::string_view text) {
-  std::string out;
-  for (const char c : text) out += static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
-  return out;
 }
 
 // The parameters in order, each with a "=".
@@ -140,7 +136,7 @@ std::vector<std::string> SignV4(std::string_view method, const Url& url, std::st
   const std::string day = time.substr(0, 8);
   // In the order of their names, as the canonical form wants them.
   std::vector<std::pair<std::string, std::string>> headers = {
-      {"host", Lower(url.host)},
+      {"host", Lowered(url.host)},
       {"x-amz-content-sha256", std::string(body_hash)},
       {"x-amz-date", time}};
   if (!credentials.session_token.empty()) {

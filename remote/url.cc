@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/file_system_for.h"
+#include "remote/text.h"
 
 namespace tensormount {
 namespace {
@@ -42,9 +43,7 @@ Result<Url> ParseUrl(std::string_view text) {
   const std::size_t colon = text.find("://");
   if (colon == std::string_view::npos) return bad("is no URL");
   Url url;
-  for (const char c : text.substr(0, colon)) {
-    url.scheme += c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-  }
+  url.scheme = Lowered(text.substr(0, colon));
   if (url.scheme != "http" && url.scheme != "https") return bad("is neither http:// nor https://");
   const std::string_view rest = text.substr(colon + 3);
   const std::size_t end = std::min(rest.find_first_of("/?#"), rest.size());

@@ -64,7 +64,7 @@ class DirectReader {
     // Data that are not in the page cache are brought ahead of the reads, which get smaller parts.
     const bool far = !checkpoint_.fs().Can(Ability::kKernelFiles);
     const bool cold =
-        !AreLongAndFar(targets) && Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
+        !(far && AreLong(targets)) && Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
     const int readers = rules_.one_machine ? rules_.ranks_here : 1;
     for (LoadTarget& target : targets) {
       if (!IsExchanged(target)) AddShares(target, cold && MaySplit(target, readers));
@@ -96,9 +96,8 @@ class DirectReader {
   }
   // Whether a server works well enough on one read at a time: long ones are many requests, whose
   // answers go straight to the target.
-  bool AreLongAndFar(std::span<const LoadTarget> targets) const {
-    return !checkpoint_.fs().Can(Ability::kKernelFiles) &&
-           report_.bytes / std::max<std::size_t>(targets.size(), 1) >= kLongBytes;
+  bool AreLong(std::span<const LoadTarget> targets) const {
+    return report_.bytes / std::max<std::size_t>(targets.size(), 1) >= kLongBytes;
   }
   static std::vector<Prefetcher::Read> WholeReads(std::span<const LoadTarget> targets) {
     std::vector<Prefetcher::Read> reads;

@@ -33,7 +33,7 @@ static_assert(kPartBlockBytes % kLeafBytes == 0);
 // The same from a server: each read costs a round trip, and a long one is several requests that are
 // answered together (File::ReadAt).
 constexpr std::uint64_t kFarBlockBytes = std::uint64_t{64} << 20;
-// Of a window of WindowReader there, and how many windows are announced.
+// The size of a window of WindowReader there, and the number of windows that are announced.
 constexpr std::uint64_t kFarWindowBytes = std::uint64_t{8} << 20;
 constexpr std::uint64_t kFarWindowsAhead = 4;
 // Runs with smaller gaps are one request there, and so many runs are announced at once.

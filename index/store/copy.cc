@@ -96,7 +96,7 @@ class Pace {
 
 // A checkpoint to copy, as it was when the copy began.
 struct CopyRequest {
-  FileSystem* fs = nullptr;  // Of the source.
+  FileSystem* fs = nullptr;  // The file system of the source.
   std::string directory;
   std::string name;
   Uuid uuid;

@@ -261,6 +261,9 @@ class Replaced(Remote):
         self.server.sends = []
         self.fails("cat", f"{self.server.url}/m.safetensors", "w", code="UNSUPPORTED",
                    says="neither an ETag nor Last-Modified")
+        result = self.run_tool("ls", f"{self.server.url}/m.safetensors?X-Amz-Signature=PRESIGNED", expect=2)
+        self.assertIn("neither an ETag", result.stderr)
+        self.assertNotIn("PRESIGNED", result.stderr)
 
     def lines_of_python(self):
         """What a program prints that opens, reads, meets the new object, and opens again."""
