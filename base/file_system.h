@@ -28,6 +28,8 @@
 
 namespace tensormount {
 
+class ObjectWriter;  // base/object_writer.h
+
 // Type of a directory entry; sockets, devices and FIFOs are kOther.
 enum class FileKind { kFile, kDirectory, kSymlink, kOther };
 
@@ -184,6 +186,9 @@ class FileSystem {
   // How error messages name this file system.
   virtual std::string_view name() const { return "this file system"; }
   virtual bool Can(Ability) const { return true; }
+  // How files are written if this is a bucket of objects, which has no ability to write otherwise;
+  // null: it is none.
+  virtual ObjectWriter* object_writer() { return nullptr; }
   // Ok if the ability exists; otherwise kUnsupported (kReadOnly for kWrite): "PATH: NAME does not
   // support file locks".
   Status Need(Ability ability, std::string_view path) const;

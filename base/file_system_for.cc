@@ -72,8 +72,9 @@ Result<FileSystem*> FileSystemFor(std::string_view text) {
 }
 
 std::string WithoutQuery(std::string_view text) {
-  const bool is_url = text.find("://") != std::string_view::npos;
-  return std::string(is_url ? text.substr(0, text.find('?')) : text);
+  // A name in a bucket may have a '?'.
+  const bool has_query = text.starts_with("http://") || text.starts_with("https://");
+  return std::string(has_query ? text.substr(0, text.find('?')) : text);
 }
 
 void AddFileSystem(std::string_view scheme, FileSystem& fs) {

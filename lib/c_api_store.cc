@@ -158,6 +158,7 @@ tm_status tm_store_copy(const char* const* sources, size_t source_count, const c
                                  tensormount::c_api::ReadTexts(sources, source_count, "sources"));
     tensormount::CopyOptions how;
     how.limit_rate = given.limit_rate;
+    how.unconditional = given.unconditional != 0;
     how.watch = ReadTask(given.task);
     TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::CopyReport report,
                                  tensormount::CopyCheckpoints(from, destination, how));

@@ -506,6 +506,16 @@ void AddLifecycle(Program& p) {
       ->required()
       ->expected(2, CLI::detail::expected_max_vector_size);
   c->add_option("--limit-rate", p.copy.limit_rate, "Limit of bytes read per second (200MB)");
+  CLI::Option* const drain = c->add_flag(
+      "--drain", p.copy.drain,
+      "Copy a whole STORE, then each checkpoint as soon as it is published, until interrupted");
+  c->add_option("--retain", p.copy.retain,
+                "With --drain: prune the destination by these rules after each copy, as for import")
+      ->needs(drain)
+      ->option_text("RULES");
+  c->add_flag("--unconditional", p.copy.unconditional,
+              "To a bucket whose server ignores conditional puts: copy without protection from "
+              "other writers");
 
   c = p.Command("repair", "Repairs damaged files of a checkpoint from another checkpoint",
                 "tensormount repair STORE/step-1000 --from /backup/STORE/step-1000", p.repair,

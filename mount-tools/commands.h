@@ -266,10 +266,14 @@ int RunUnpin(const std::string& checkpoint, Terminal& terminal);
 struct CopyArgs {
   std::vector<std::string> paths;  // Sources, then the destination store.
   std::string limit_rate;          // Bytes a second, such as "100MB"; empty: no limit.
+  bool unconditional = false;      // CopyOptions::unconditional.
+  bool drain = false;              // Go on with what is published later.
+  std::string retain;              // Rules for the destination of a drain.
 };
 // Copies checkpoints to another store, with the same UUIDs. Returns 0 if all were copied or existed
 // there already. If one cannot be copied, the others are copied, and the result is 2; but a full
-// disk or a failing destination ends the copy. The next run resumes an interrupted copy.
+// disk or a failing destination ends the copy. The next run resumes an interrupted copy. A drain
+// runs until it is interrupted; 0 if it waited for work then.
 int RunCopy(const CopyArgs& args, Terminal& terminal);
 
 struct RepairArgs {

@@ -7,6 +7,8 @@
 
 #include "base/counted.h"
 #include "fs/views/hf_parts.h"
+#include "index/store/drain.h"
+#include "index/store/retention.h"
 #include "index/store/store_json.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/interrupt.h"
@@ -45,6 +47,49 @@ void PrintCopied(const CopiedCheckpoint& one, const std::string& destination, Te
   }
 }
 
+// Copies until a signal ends it. A signal while nothing was to be done is the normal end.
+int RunDrain(const CopyArgs& args, const CopyOptions& copy, const Interrupt& interrupt,
+             Terminal& terminal) {
+  if (args.paths.size() != 2) {
+    return terminal.Fail(
+        Status(Code::kInvalidArgument, "--drain copies one STORE: copy STORE OTHER --drain"));
+  }
+  DrainOptions options;
+  options.copy = copy;
+  bool idle = true;
+  options.copy.watch = [&](std::uint64_t, std::uint64_t total) {
+    idle = total == 0;
+    return interrupt.Check();
+  };
+  if (!args.retain.empty()) {
+    const Result<RetentionRules> rules = RetentionRules::Parse(args.retain);
+    if (!rules.ok()) return terminal.Fail(rules.status());
+    options.retain = rules.value();
+  }
+  int worst = kDone;
+  options.copied = [&](const std::string& destination, const CopiedCheckpoint& one) {
+    PrintCopied(one, destination, terminal);
+    if (!one.status.ok()) worst = terminal.Fail(one.status);
+    (void)terminal.Flush();
+  };
+  options.pruned = [&](const PruneReport& report) {
+    for (const PruneReport::Decision& d : report.decisions) {
+      if (d.removed && !terminal.quiet && !terminal.json) {
+        terminal.Line(fmt::format("removed {}: {}", d.checkpoint, d.reason));
+      }
+      if (!d.failed.ok()) terminal.Warn(d.checkpoint + ": " + d.failed.message());
+    }
+    if (terminal.json) terminal.Json(retention::PruneJson(report));
+    (void)terminal.Flush();
+  };
+  options.waiting = [&](const Status& why, std::chrono::seconds wait) {
+    terminal.Warn(fmt::format("{}; next try in {} s", why.message(), wait.count()));
+  };
+  const Status ended = DrainStore(args.paths[0], args.paths[1], options);
+  if (ended.code() == Code::kCancelled && idle) return worst;
+  return interrupt.ExitStatus(ended, terminal.Fail(ended));
+}
+
 }  // namespace
 
 int RunCopy(const CopyArgs& args, Terminal& terminal) {
@@ -62,7 +107,9 @@ int RunCopy(const CopyArgs& args, Terminal& terminal) {
     }
     options.limit_rate = rate.value();
   }
+  options.unconditional = args.unconditional;
   const Interrupt interrupt;
+  if (args.drain) return RunDrain(args, options, interrupt, terminal);
   Result<CopyReport> copied = CopyReport();
   {
     // The destructor of `progress` erases the progress line before the report is printed.

@@ -41,12 +41,6 @@ constexpr std::time_t kFailureHolds = 3;
 // Keys without an end: the files may have changed.
 constexpr std::time_t kLong = 3600;
 
-std::optional<std::time_t> ParseTime(const std::string& text) {
-  std::tm parts{};
-  if (strptime(text.c_str(), "%Y-%m-%dT%H:%M:%S", &parts) == nullptr) return std::nullopt;
-  return timegm(&parts);
-}
-
 // Adds the settings of a section of an INI file.
 void ReadSection(const std::string& file, const std::string& section,
                  std::map<std::string, std::string>& out) {
@@ -213,7 +207,7 @@ Result<AwsCredentialChain::Found> AwsCredentialChain::ParseJson(const std::strin
   found.credentials.secret_key = text_of("SecretAccessKey");
   found.credentials.session_token =
       text_of("SessionToken").empty() ? text_of("Token") : text_of("SessionToken");
-  if (!text_of("Expiration").empty()) found.expires = ParseTime(text_of("Expiration"));
+  if (!text_of("Expiration").empty()) found.expires = ParseIsoTime(text_of("Expiration"));
   if (found.credentials.access_key.empty() || found.credentials.secret_key.empty()) {
     return Status(Code::kPermissionDenied, origin + " gave no credentials");
   }
@@ -262,7 +256,7 @@ Result<std::optional<AwsCredentialChain::Found>> AwsCredentialChain::FromWebIden
   found.origin = "web identity";
   found.credentials = {XmlText(text, "AccessKeyId"), XmlText(text, "SecretAccessKey"),
                        XmlText(text, "SessionToken")};
-  found.expires = ParseTime(XmlText(text, "Expiration"));
+  found.expires = ParseIsoTime(XmlText(text, "Expiration"));
   if (found.credentials.access_key.empty()) {
     return Status(Code::kPermissionDenied, "AssumeRoleWithWebIdentity gave no credentials");
   }

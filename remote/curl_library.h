@@ -37,6 +37,9 @@ inline constexpr int kWriteFunction = 20011;
 inline constexpr int kHeaderFunction = 20079;
 inline constexpr int kPostFieldSizeLarge = 30120;
 inline constexpr int kNoProxy = 10177;
+inline constexpr int kNoProgress = 43;
+inline constexpr int kProgressData = 10057;
+inline constexpr int kProgressFunction = 20219;
 inline constexpr int kQuickExit = 322;  // Since 7.87.
 
 inline constexpr long kHttpVersion11 = 2;

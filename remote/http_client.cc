@@ -44,16 +44,6 @@ bool IsRedirect(int code) {
   return code == 301 || code == 302 || code == 303 || code == 307 || code == 308;
 }
 
-std::optional<std::uint64_t> ParseNumber(std::string_view text) {
-  if (text.empty() || text.size() > 19) return std::nullopt;
-  std::uint64_t value = 0;
-  for (const char c : text) {
-    if (c < '0' || c > '9') return std::nullopt;
-    value = value * 10 + static_cast<std::uint64_t>(c - '0');
-  }
-  return value;
-}
-
 // "bytes 0-9/100": the range and the size of the object. A size of "*" is refused: it would not be
 // known whether the range is all of the object.
 struct ContentRange {
@@ -149,6 +139,7 @@ class HttpTransfer {
     verdict_ = Status();
     head_checked_ = false;
     cut_ = false;
+    sent_ = 0;
     if (call_->extends_ && !std::exchange(begun_, true)) {
       call_->deadline_ = Deadline::After(HttpClient::Patience());
     }
@@ -207,6 +198,11 @@ class HttpTransfer {
     // Otherwise the end of a request waits for the thread that looks its host up.
     (void)library_.curl_easy_setopt(easy, curl::kQuickExit, 1L);
     if (!request.use_proxy) ok = ok && set(curl::kNoProxy, "*");
+    if (request.body.size() >= kProgressBytes) {
+      ok = ok && set(curl::kNoProgress, 0L) &&
+           set(curl::kProgressFunction, &HttpTransfer::OnProgress) &&
+           set(curl::kProgressData, static_cast<void*>(this));
+    }
     error_[0] = '\0';
     if (request.method == "GET") {
       ok = ok && set(curl::kHttpGet, 1L);
@@ -423,6 +419,19 @@ class HttpTransfer {
     return static_cast<HttpTransfer*>(self)->TakeBody({data, size * count}) ? size * count : 0;
   }
 
+  // The type of curl_off_t is that of 64-bit systems.
+  static int OnProgress(void* self, std::int64_t, std::int64_t, std::int64_t, std::int64_t sent) {
+    static_cast<HttpTransfer*>(self)->TakeProgress(static_cast<std::uint64_t>(sent));
+    return 0;
+  }
+
+  // Bytes that were sent extend the deadline as those that arrive.
+  void TakeProgress(std::uint64_t sent) {
+    if (!call_->extends_ || sent < sent_ + kProgressBytes) return;
+    sent_ = sent;
+    call_->deadline_ = Deadline::After(HttpClient::Patience());
+  }
+
   bool TakeHeader(std::string_view line) {
     header_bytes_ += line.size();
     if (header_bytes_ > kMostHeaderBytes) {
@@ -491,6 +500,7 @@ class HttpTransfer {
   bool cut_ = false;
   std::string version_;  // Of the object whose begin has arrived.
   std::uint64_t extended_at_ = 0;
+  std::uint64_t sent_ = 0;  // Of the body in this try, as far as it has extended the deadline.
   Status verdict_;
   std::optional<ByteRange> asked_;
   int tries_ = 0;

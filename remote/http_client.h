@@ -35,6 +35,7 @@ struct HttpRequest {
   // the origin of `url`: a redirect to another one gets neither these nor "authorization".
   std::function<Status(const HttpRequest&, std::vector<std::string>&)> sign;
   std::string body;
+  std::string body_sha256;  // Of `body`, in hexadecimal, for `sign`; empty: not computed yet.
   // Asks for these bytes of the object. The answer must have exactly them, or end with the object.
   std::optional<ByteRange> range;
   // Where the bytes of `range` go; as large as the range. Empty: they go to HttpResponse::body.
@@ -115,7 +116,7 @@ class HttpClient {
 
   // kUnsupported: no libcurl. `at_end` runs on the client's thread, and must not wait. Without a
   // deadline the request has Patience() from the time when it is sent, and again from each 256 KiB
-  // that arrive.
+  // that arrive or are sent.
   Result<std::shared_ptr<HttpCall>> Start(HttpRequest request,
                                           const std::optional<Deadline>& deadline,
                                           std::function<void(HttpCall&)> at_end = {});

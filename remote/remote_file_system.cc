@@ -11,6 +11,7 @@
 
 #include "base/log.h"
 #include "remote/remote_file.h"
+#include "remote/text.h"
 #include "remote/url.h"
 
 namespace tensormount {
@@ -56,12 +57,6 @@ FileInfo DirectoryInfo() {
   return info;
 }
 
-std::int64_t ParseHttpDate(const std::string& text) {
-  std::tm parts{};
-  if (strptime(text.c_str(), "%a, %d %b %Y %H:%M:%S GMT", &parts) == nullptr) return 0;
-  return timegm(&parts);
-}
-
 std::string_view LastPart(std::string_view path) { return path.substr(path.rfind('/') + 1); }
 
 // Without "/." and "x/..", which readers add and servers do not know, and without slashes at the
@@ -69,7 +64,8 @@ std::string_view LastPart(std::string_view path) { return path.substr(path.rfind
 std::string Cleaned(std::string_view given) {
   const std::size_t scheme = given.find("://");
   if (scheme == std::string_view::npos) return std::string(given);
-  const std::size_t query = given.find('?');
+  // A name in a bucket may have a '?'.
+  const std::size_t query = given.starts_with("http") ? given.find('?') : std::string_view::npos;
   const std::string_view path = given.substr(scheme + 3, query - scheme - 3);
   std::vector<std::string_view> parts;
   for (std::size_t at = 0; at <= path.size();) {
@@ -179,7 +175,7 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
       return known;
     }
   }
-  object->modified_seconds = ParseHttpDate(object->last_modified);
+  object->modified_seconds = ParseHttpDate(object->last_modified).value_or(0);
   object->begin = response.body;
   // A weak ETag does not promise equal bytes.
   if (object->etag.starts_with("W/")) object->etag.clear();

@@ -2,24 +2,19 @@
 #ifndef TENSORMOUNT_REMOTE_S3_FILE_SYSTEM_H_
 #define TENSORMOUNT_REMOTE_S3_FILE_SYSTEM_H_
 
-#include <map>
-#include <mutex>
 #include <string>
 
-#include "remote/aws_credentials.h"
 #include "remote/remote_file_system.h"
+#include "remote/s3_requests.h"
+#include "remote/s3_writer.h"
 
 namespace tensormount {
 
-// s3://bucket/key, and gs://bucket/key through the interface of Google Cloud Storage for S3.
-// Requests are signed if there are credentials (AwsCredentialChain).
-//
-// The endpoint: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, or endpoint_url of the profile, with the
-// bucket in the path; otherwise Amazon's of the region, with the bucket in the host unless its name
-// has a dot. The region: AWS_REGION, AWS_DEFAULT_REGION, the profile, us-east-1; a bucket that says
-// to be in another one is asked there.
+// s3://bucket/key, and gs://bucket/key.
 class S3FileSystem : public RemoteFileSystem {
  public:
+  ObjectWriter* object_writer() override { return &writer_; }
+
  protected:
   Result<RemoteObject> ObjectAt(const std::string& path) override;
   Result<std::optional<Entries>> EntriesOf(const std::string& path) override;
@@ -29,23 +24,8 @@ class S3FileSystem : public RemoteFileSystem {
   std::string RootOf(const std::string& path) const override;
 
  private:
-  struct Location {
-    std::string bucket;
-    std::string key;
-    bool google = false;
-  };
-  static Result<Location> LocationOf(const std::string& path);
-  // The URL of a key, or of the bucket if the key is empty, and how requests for it are signed.
-  Result<RemoteObject> RequestsFor(const Location& at, const std::string& query);
-  std::string RegionOf(const Location& at, const AwsSettings& settings);
-  // Whether the answer says that the bucket is in another region than `asked`; it is then known.
-  bool LearnsRegion(const Location& at, const std::string& asked, const HttpResponse& response);
-
-  struct Regions {
-    std::mutex mutex;
-    std::map<std::string, std::string> by_bucket;  // "s3://BUCKET"
-  };
-  PerProcessMember<Regions> regions_;
+  S3Requests requests_;
+  S3Writer writer_{requests_};
 };
 
 }  // namespace tensormount

@@ -125,16 +125,31 @@ std::string Hexadecimal(const Sha256Digest& digest) {
   return out;
 }
 
+std::string Base64(const Sha256Digest& digest) {
+  constexpr std::string_view kDigits =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  std::string out;
+  for (std::size_t at = 0; at < digest.size(); at += 3) {
+    const std::size_t n = std::min<std::size_t>(3, digest.size() - at);
+    std::uint32_t bits = 0;
+    for (std::size_t i = 0; i < 3; ++i) bits = bits << 8 | (i < n ? digest[at + i] : 0U);
+    for (std::size_t i = 0; i < 4; ++i) {
+      out += i <= n ? kDigits[bits >> (18 - 6 * i) & 63] : '=';
+    }
+  }
+  return out;
+}
+
 std::vector<std::string> SignV4(std::string_view method, const Url& url, std::string_view body_hash,
                                 const AwsCredentials& credentials, std::string_view region,
-                                std::string_view service, std::time_t now) {
+                                std::string_view service, std::time_t now,
+                                std::span<const std::string> more) {
   std::tm parts{};
   gmtime_r(&now, &parts);
   char text[32];
   std::strftime(text, sizeof(text), "%Y%m%dT%H%M%SZ", &parts);
   const std::string time(text);
   const std::string day = time.substr(0, 8);
-  // In the order of their names, as the canonical form wants them.
   std::vector<std::pair<std::string, std::string>> headers = {
       {"host", Lowered(url.host)},
       {"x-amz-content-sha256", std::string(body_hash)},
@@ -142,6 +157,19 @@ std::vector<std::string> SignV4(std::string_view method, const Url& url, std::st
   if (!credentials.session_token.empty()) {
     headers.emplace_back("x-amz-security-token", credentials.session_token);
   }
+  const std::size_t own = headers.size();
+  for (const std::string& header : more) {
+    const std::size_t colon = header.find(':');
+    std::string name = Lowered(header.substr(0, colon));
+    if (colon == std::string::npos || !name.starts_with("x-amz-")) continue;
+    headers.emplace_back(std::move(name), Trimmed(std::string_view(header).substr(colon + 1)));
+  }
+  std::vector<std::string> out;
+  for (std::size_t i = 1; i < own; ++i) {
+    out.push_back(headers[i].first + ": " + headers[i].second);
+  }
+  // The canonical form has them in the order of their names.
+  std::sort(headers.begin(), headers.end());
   std::string canonical =
       std::string(method) + "\n" + url.path + "\n" + CanonicalQuery(url.query) + "\n";
   std::string names;
@@ -159,10 +187,6 @@ std::vector<std::string> SignV4(std::string_view method, const Url& url, std::st
   key = HmacSha256(Bytes(key), service);
   key = HmacSha256(Bytes(key), "aws4_request");
   const std::string signature = Hexadecimal(HmacSha256(Bytes(key), to_sign));
-  std::vector<std::string> out;
-  for (const auto& [name, value] : headers) {
-    if (name != "host") out.push_back(name + ": " + value);
-  }
   out.push_back("Authorization: AWS4-HMAC-SHA256 Credential=" + credentials.access_key + "/" +
                 scope + ", SignedHeaders=" + names + ", Signature=" + signature);
   return out;

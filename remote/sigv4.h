@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <ctime>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +20,7 @@ Sha256Digest Sha256(std::string_view data);
 // RFC 2104.
 Sha256Digest HmacSha256(std::string_view key, std::string_view data);
 std::string Hexadecimal(const Sha256Digest& digest);
+std::string Base64(const Sha256Digest& digest);
 
 struct AwsCredentials {
   std::string access_key;  // Empty: requests are not signed.
@@ -28,11 +30,13 @@ struct AwsCredentials {
 
 // The headers that sign a request with AWS Signature Version 4: x-amz-date, x-amz-content-sha256,
 // x-amz-security-token and authorization. `url` is encoded; its query is signed, too. `body_hash`:
-// the SHA-256 of the body in hexadecimal. Source: "Create a signed AWS API request" in the AWS
-// Identity and Access Management user guide.
+// the SHA-256 of the body in hexadecimal. `more`: headers of the request ("name: value"), of which
+// those that begin with "x-amz-" are signed, too. Source: "Create a signed AWS API request" in the
+// AWS Identity and Access Management user guide.
 std::vector<std::string> SignV4(std::string_view method, const Url& url, std::string_view body_hash,
                                 const AwsCredentials& credentials, std::string_view region,
-                                std::string_view service, std::time_t now);
+                                std::string_view service, std::time_t now,
+                                std::span<const std::string> more = {});
 
 // SHA-256 of no bytes.
 inline constexpr std::string_view kEmptySha256 =

@@ -3,6 +3,7 @@
 #include "remote/xml_text.h"
 
 #include <array>
+#include <charconv>
 #include <utility>
 
 namespace tensormount {
@@ -22,6 +23,17 @@ std::string Resolved(std::string_view text) {
       break;
     }
     if (found) continue;
+    // "&#34;", as some servers write quotes.
+    if (text.starts_with("&#") && text.find(';') <= 6) {
+      int value = 0;
+      const char* const end = text.data() + text.find(';');
+      const auto parsed = std::from_chars(text.data() + 2, end, value);
+      if (parsed.ptr == end && value > 0 && value < 128) {
+        out += static_cast<char>(value);
+        text.remove_prefix(text.find(';') + 1);
+        continue;
+      }
+    }
     out += text.front();
     text.remove_prefix(1);
   }

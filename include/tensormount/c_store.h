@@ -100,7 +100,8 @@ TM_EXPORT tm_status tm_store_gc(const char* store, const tm_gc_options* options,
 
 typedef struct tm_copy_options {
   uint32_t struct_size;
-  int32_t reserved;
+  // 1: copy into a bucket whose server ignores conditional puts, without protection from others.
+  int32_t unconditional;
   uint64_t limit_rate;  // Bytes read per second, at most; 0: no limit.
   tm_task* task;        // May be NULL.
 } tm_copy_options;

@@ -15,6 +15,9 @@ namespace tensormount {
 struct CopyOptions {
   // Bytes read per second, at most; 0: no limit.
   std::uint64_t limit_rate = 0;
+  // For buckets whose server ignores conditional puts: copy nevertheless. If two processes write to
+  // one name at once, one may then replace objects that the other has published.
+  bool unconditional = false;
   // Progress callback with the bytes done and in all, on the caller's thread. A result other than
   // ok ends the copy with that error (for example kCancelled); the next copy continues it. May be
   // empty.
@@ -54,10 +57,10 @@ struct CopyReport {
 // "STORE" for all. `destination`: a store, created if it does not exist.
 //
 // A data file that another checkpoint of the destination already has is hard-linked instead of
-// copied. Every byte is verified, also of linked and kept files. A checkpoint appears under its
-// name only when it is complete and durable; an interrupted copy leaves its files in the
-// destination's .staging/ for one day, for the next copy. Generations decide which checkpoint of
-// the destination is the latest, not the order of copying.
+// copied; in a bucket (s3://) the server copies it. Every byte is verified, also of linked and kept
+// files. A checkpoint appears under its name only when it is complete and durable; an interrupted
+// copy leaves its files in the destination's .staging/ for one day, for the next copy. Generations
+// decide which checkpoint of the destination is the latest, not the order of copying.
 //
 // Errors; except with kUnknown nothing of the failed checkpoint is visible:
 //   kNotFound           no such source, or (kStale) it was deleted meanwhile
@@ -66,7 +69,7 @@ struct CopyReport {
 //                       under another name
 //   kDataLoss           the source is damaged: names the file
 //   kUnsupported        an adopted checkpoint, whose data lie outside the store
-//   kReadOnly           the destination is a URL; sources may be URLs (docs/remote.md)
+//   kReadOnly           the destination is a URL that cannot be written to (https://, hf://)
 //   kBusy               another copy of the checkpoint is in progress
 //   kResourceExhausted  no space
 //   kUnknown            cannot tell whether the checkpoint is published; or it is, but a power

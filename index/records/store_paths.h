@@ -24,6 +24,8 @@ inline constexpr std::string_view kGenerationsFolder = ".generations";
 inline constexpr std::string_view kKnownFile = "known";
 inline constexpr std::string_view kPinsFolder = ".pins";
 inline constexpr std::string_view kEphemeralFolder = ".ephemeral";
+// In a bucket: who changes what lies below a name (docs/format.md, "Stores in buckets").
+inline constexpr std::string_view kClaimsFolder = ".claims";
 inline constexpr std::string_view kCommitFile = kCommitName;
 // File with the staging's uuid, in a staging without COMMIT.
 inline constexpr std::string_view kUuidFile = "UUID";

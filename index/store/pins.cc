@@ -427,6 +427,7 @@ Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string&
 }
 
 Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, double wait_seconds) {
+  if (!fs.Can(Ability::kLocks)) return std::unique_ptr<File>();
   const std::string path = JoinPath(PinsFolder(store), kPruneLock);
   const auto open = [&]() -> Result<std::unique_ptr<File>> {
     TENSORMOUNT_RETURN_IF_ERROR(EnsureFolderDurably(fs, store, store_paths::kPinsFolder));

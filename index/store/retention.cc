@@ -20,6 +20,7 @@
 #include "base/parallel.h"
 #include "index/read/checkpoint.h"
 #include "index/records/store_paths.h"
+#include "index/store/bucket.h"
 #include "index/store/costs.h"
 #include "index/store/pins.h"
 #include "index/store/store_moves.h"
@@ -98,7 +99,7 @@ class Pruner {
         free_for_(context.free_for) {}
 
   Result<PruneReport> Run() {
-    TENSORMOUNT_RETURN_IF_ERROR(store_.CheckWritable());
+    TENSORMOUNT_RETURN_IF_ERROR(store_.CheckChangeable());
     TENSORMOUNT_RETURN_IF_ERROR(CheckRules(options_.rules));
     // The lock is held until the removals are done. So, if the filesystem has locks, the rules
     // cannot change meanwhile, because setting a policy also takes the lock.
@@ -284,7 +285,9 @@ class Pruner {
     const Store::GcReport freed = store_.FreeTrash(entries, now_);
     report_.bytes_freed = freed.bytes_freed;
     for (const auto& [entry, name] : entries_) {
-      const auto bytes = OwnBytes::Below(fs_, JoinPath(store_.path(), entry));
+      const bool in_bucket = fs_.object_writer() != nullptr;
+      const auto bytes = in_bucket ? bucket::BytesBelow(fs_, store_.CheckpointPath(name))
+                                   : OwnBytes::Below(fs_, JoinPath(store_.path(), entry));
       if (bytes.ok() && bytes.value() == 0) continue;
       report_.bytes_waiting += bytes.ok() ? bytes.value() : 0;
       for (const auto* lines : {&freed.kept, &freed.failed}) {
@@ -293,7 +296,7 @@ class Pruner {
           report_.waiting.push_back(name + line.substr(entry.size()));
         }
       }
-      store_moves::MarkRemovedByRules(fs_, JoinPath(store_.path(), entry), name);
+      if (!in_bucket) store_moves::MarkRemovedByRules(fs_, JoinPath(store_.path(), entry), name);
     }
   }
 

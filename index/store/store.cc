@@ -19,6 +19,7 @@
 #include "base/machine.h"
 #include "base/parallel.h"
 #include "index/records/store_paths.h"
+#include "index/store/bucket.h"
 #include "index/store/known_generations.h"
 #include "index/store/pins.h"
 #include "index/store/store_moves.h"
@@ -184,6 +185,10 @@ Status CheckRoomForStore(FileSystem& fs, const std::string& path, const Existing
 // synced into its parent before anything is made in it. A process that finds an existing directory
 // therefore only needs to sync its parent.
 Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
+  if (fs.object_writer() != nullptr) {  // A bucket has no directories.
+    TENSORMOUNT_RETURN_IF_ERROR(bucket::CheckStorePath(path));
+    return WithoutTrailingSlashes(path);
+  }
   TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kWrite, path));
   // Without RENAME_NOREPLACE two saves of the same name could overwrite each other.
   TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kRenameNoReplace, path));
@@ -217,6 +222,9 @@ Result<Superblock> ReadSuperblock(FileSystem& fs, const std::string& store) {
 // Creates store.json. One of several concurrent creators wins by a no-replace rename, and all read
 // the winner's file.
 Status CreateSuperblock(FileSystem& fs, const std::string& store) {
+  if (ObjectWriter* const writer = fs.object_writer()) {
+    return bucket::CreateSuperblock(*writer, store, EncodeSuperblock(Uuid::Random()));
+  }
   const std::string temporary =
       JoinPath(store, "." + std::string(kSuperblockFile) + "." + Uuid::Random().Short());
   TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(temporary, EncodeSuperblock(Uuid::Random())));
@@ -300,6 +308,13 @@ Result<Store> Store::OpenOrCreate(FileSystem& fs, const std::string& path) {
 Result<Store> Store::OpenOrCreate(FileSystem& fs, const std::string& path,
                                   const std::string& name) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  if (fs.object_writer() != nullptr) {
+    return Status(Code::kUnsupported,
+                  path +
+                      ": ranks cannot save into a bucket. Save to a file system; `tensormount "
+                      "copy STORE " +
+                      path + " --drain` copies each step as soon as it is published");
+  }
   const std::string taken = JoinPath(path, name);
   if (fs.Exists(taken) && !fs.Exists(JoinPath(path, kSuperblockFile)) &&
       !store_moves::IsEmptyDirectory(fs, taken)) {
@@ -323,6 +338,14 @@ std::string Store::CheckpointPath(std::string_view name) const { return JoinPath
 
 Status Store::CheckWritable() const {
   TENSORMOUNT_RETURN_IF_ERROR(fs_->Need(Ability::kWrite, path_));
+  return CheckFeatures();
+}
+
+Status Store::CheckChangeable() const {
+  return fs_->object_writer() != nullptr ? CheckFeatures() : CheckWritable();
+}
+
+Status Store::CheckFeatures() const {
   if (unknown_read_compatible_ == 0) return Status();
   return Status(Code::kReadOnly,
                 path_ + ": a store of a newer format, which this version can only read: " +
@@ -392,6 +415,11 @@ CheckpointListing Store::FindListing(const std::string& name, CommitRecord* reco
     if (!there.ok()) return bad(State::kUnread, there);
     // The read may have failed because another checkpoint was just being renamed to this name.
     bytes = store_moves::ReadCommitBytes(*fs_, directory);
+  }
+  if (bytes.status().code() == Code::kNotFound && fs_->object_writer() != nullptr) {
+    // A copy that has not ended, a removal, or objects of others: fsck tells.
+    return bad(State::kNoCheckpoint,
+               Status(Code::kNotFound, directory + ": no such checkpoint: there is no COMMIT"));
   }
   if (bytes.status().code() == Code::kNotFound) {
     for (const char* part : {"manifest", "data"}) {
@@ -575,7 +603,8 @@ Status Store::ClaimUpTo(std::uint64_t generation) const {
 }
 
 Status Store::PrepareToWrite() const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckChangeable());
+  if (fs_->object_writer() != nullptr) return {};
   for (const std::string_view folder : {kStagingFolder, kTrashFolder, kGenerationsFolder}) {
     TENSORMOUNT_RETURN_IF_ERROR(fs_->EnsureDirectory(JoinPath(path_, folder)));
   }

@@ -110,6 +110,8 @@ class Store {
   // kReadOnly if the file system is read-only, or if the store has features that this version can
   // only read safely.
   Status CheckWritable() const;
+  // The same for copies into the store, removals and gc, which buckets have too.
+  Status CheckChangeable() const;
   std::string CheckpointPath(std::string_view name) const;
 
   // The checkpoints of the store, sorted by name. A checkpoint that is damaged or cannot be read,
@@ -315,6 +317,7 @@ class Store {
         path_(std::move(path)),
         uuid_(uuid),
         unknown_read_compatible_(unknown_read_compatible) {}
+  Status CheckFeatures() const;
   Status MoveAway(std::string_view name, const Uuid* only, std::string* entry) const;
   Status RemoveUnpinned(const std::string& name) const;
   Result<FileInfo> CheckExists(std::string_view name) const;

@@ -10,6 +10,7 @@
 
 #include "index/read/derived_index.h"
 #include "index/records/store_paths.h"
+#include "index/store/bucket.h"
 #include "index/store/costs.h"
 #include "index/store/pins.h"
 #include "index/store/store.h"
@@ -93,7 +94,7 @@ class Checker {
     std::map<Uuid, std::string> uuids;
     for (const CheckpointListing& c : all) {
       const Result<FileInfo> info = fs_.LinkStat(JoinPath(store_, c.name));
-      if (info.ok()) {
+      if (info.ok() && info.value().inode != 0) {
         const auto [it, inserted] =
             folders.try_emplace({info.value().device, info.value().inode}, c.name);
         if (!inserted) {
@@ -216,7 +217,8 @@ class Checker {
   static bool IsOurFolder(std::string_view name) {
     return name == store_paths::kStagingFolder || name == store_paths::kTrashFolder ||
            name == store_paths::kDerivedFolder || name == store_paths::kGenerationsFolder ||
-           name == store_paths::kPinsFolder || name == store_paths::kEphemeralFolder;
+           name == store_paths::kPinsFolder || name == store_paths::kEphemeralFolder ||
+           name == store_paths::kClaimsFolder;
   }
 
   // Reports a directory of the store itself whose name leads to something else. A power failure on
@@ -320,6 +322,10 @@ Result<std::vector<Store::FsckFinding>> Store::Fsck(const FsckOptions& options) 
   for (const CheckpointListing& listing : all) checker.Checkpoint(listing);
   checker.Duplicates(all);
   checker.Leftovers(all);
+  if (fs_->object_writer() != nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<FsckFinding> more, bucket::FindLeftovers(*fs_, *this));
+    std::move(more.begin(), more.end(), std::back_inserter(checker.findings()));
+  }
   return std::move(checker.findings());
 }
 

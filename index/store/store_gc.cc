@@ -12,6 +12,7 @@
 
 #include "index/read/pinned_commit.h"
 #include "index/records/store_paths.h"
+#include "index/store/bucket.h"
 #include "index/store/pins.h"
 #include "index/store/retained_file.h"
 #include "index/store/store.h"
@@ -503,6 +504,13 @@ class Collector {
 
 Store::GcReport Store::FreeTrash(const std::vector<std::string>& entries, std::int64_t now) const {
   GcOptions options;
+  if (fs_->object_writer() != nullptr) {  // Without locks: after the grace period.
+    GcReport report;
+    std::vector<std::string> claimed;
+    for (const std::string& entry : entries) claimed.push_back(entry.substr(entry.find('/') + 1));
+    if (!claimed.empty()) bucket::Collect(*fs_, path_, options, claimed, report);
+    return report;
+  }
   options.grace = std::chrono::seconds(0);
   Collector collector(*fs_, path_, options, now);
   const Result<std::vector<std::string>> names = Names();
@@ -513,6 +521,11 @@ Store::GcReport Store::FreeTrash(const std::vector<std::string>& entries, std::i
 Store::GcReport trash::FreeLeftovers(const Store& store, std::int64_t now,
                                      std::chrono::seconds limit) {
   const auto end = std::chrono::steady_clock::now() + limit;
+  if (store.fs().object_writer() != nullptr) {
+    Store::GcReport report;
+    bucket::Collect(store.fs(), store.path(), {}, {}, report);
+    return report;
+  }
   Collector collector(store.fs(), store.path(), {}, now);
   // An error is ignored, because the next save or gc frees them.
   const auto entries =
@@ -524,7 +537,12 @@ Store::GcReport trash::FreeLeftovers(const Store& store, std::int64_t now,
 }
 
 Result<Store::GcReport> Store::Gc(const GcOptions& options) const {
-  if (!options.dry_run) TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  if (!options.dry_run) TENSORMOUNT_RETURN_IF_ERROR(CheckChangeable());
+  if (fs_->object_writer() != nullptr) {
+    GcReport report;
+    bucket::Collect(*fs_, path_, options, {}, report);
+    return report;
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> live, List());
   Collector collector(*fs_, path_, options, fs_->NowSeconds());
   TENSORMOUNT_RETURN_IF_ERROR(collector.Run(live));

@@ -7,6 +7,7 @@
 
 #include "index/read/pinned_commit.h"
 #include "index/records/store_paths.h"
+#include "index/store/bucket.h"
 
 namespace tensormount::store_moves {
 namespace {
@@ -158,6 +159,7 @@ Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory) {
 
 Status PutBack(FileSystem& fs, const std::string& store, const std::string& name,
                const std::string& entry) {
+  if (fs.object_writer() != nullptr) return bucket::PutBack(fs, store, name);
   const std::string to = JoinPath(store, name);
   TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(entry, to));
   (void)fs.RemoveFile(TrashMarkPath(entry));  // If this fails, gc removes it.

@@ -6,6 +6,7 @@
 // processes sees the other.
 #include "index/read/checkpoint.h"
 #include "index/records/store_paths.h"
+#include "index/store/bucket.h"
 #include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
@@ -44,7 +45,7 @@ Status Store::Remove(std::string_view name, const RemoveOptions& options) const 
 }
 
 Status Store::RemoveUnpinned(const std::string& name) const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckChangeable());
   TENSORMOUNT_RETURN_IF_ERROR(CheckExists(name).status());
   TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
   // A concurrent Pin waits for this lock until the checkpoint is removed or moved back. On a
@@ -141,8 +142,19 @@ Result<FileInfo> Store::CheckExists(std::string_view name) const {
 // `entry` to its path there; empty if the path is unknown.
 Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* entry) const {
   entry->clear();
-  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckChangeable());
   const std::string directory = CheckpointPath(name);
+  if (fs_->object_writer() != nullptr) {
+    Uuid uuid;
+    if (only == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit,
+                                   store_moves::ReadCommit(*fs_, directory));
+      uuid = commit.record.uuid;
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        *entry, bucket::MoveAway(*fs_, path_, std::string(name), only != nullptr ? *only : uuid));
+    return {};
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, CheckExists(name));
   const auto replaced = [&] {
     return Status(Code::kStale, directory + ": the checkpoint was replaced by another one");

@@ -490,7 +490,7 @@ class CopyOptions(Structure):
 
     _fields_ = [
         ("struct_size", c_uint32),
-        ("reserved", c_int32),
+        ("unconditional", c_int32),
         ("limit_rate", c_uint64),
         ("task", c_void_p),
     ]

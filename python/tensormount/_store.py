@@ -314,6 +314,7 @@ def copy(
     destination: PathLike,
     *,
     limit_rate: Optional[int] = None,
+    unconditional: bool = False,
     progress: Progress = None,
 ) -> dict[str, Any]:
     """Copies checkpoints to another store, with the same names, uuids, generations and bytes.
@@ -322,8 +323,9 @@ def copy(
     A copy that was interrupted is continued by the next one.
 
     sources   "STORE/NAME", "STORE/latest", "STORE" for all its checkpoints, or a list of these.
-    destination   a store; made if it does not exist.
+    destination   a store, also in a bucket ("s3://BUCKET/STORE"); made if it does not exist.
     limit_rate    the most bytes per second that are read.
+    unconditional True: copies into a bucket whose server ignores conditional puts, unprotected from other writers.
     progress  as for `verify`.
 
     Returns {"destination", "checkpoints": [{"event": "copied", "there" or "failed", "checkpoint",
@@ -339,7 +341,8 @@ def copy(
     single = isinstance(sources, (str, bytes, os.PathLike))
     several = [path_bytes(one) for one in ([sources] if single else sources)]  # type: ignore
     given = _abi.CopyOptions(
-        struct_size=ctypes.sizeof(_abi.CopyOptions), limit_rate=max(0, limit_rate or 0)
+        struct_size=ctypes.sizeof(_abi.CopyOptions), limit_rate=max(0, limit_rate or 0),
+        unconditional=int(bool(unconditional)),
     )
     array = (ctypes.c_char_p * max(1, len(several)))(*several)
     everything = ctypes.c_int32()

@@ -36,6 +36,10 @@ static_assert(ours::kWriteFunction == CURLOPT_WRITEFUNCTION);
 static_assert(ours::kHeaderFunction == CURLOPT_HEADERFUNCTION);
 static_assert(ours::kPostFieldSizeLarge == CURLOPT_POSTFIELDSIZE_LARGE);
 static_assert(ours::kNoProxy == CURLOPT_NOPROXY);
+static_assert(ours::kNoProgress == CURLOPT_NOPROGRESS);
+static_assert(ours::kProgressData == CURLOPT_XFERINFODATA);
+static_assert(ours::kProgressFunction == CURLOPT_XFERINFOFUNCTION);
+static_assert(sizeof(curl_off_t) == sizeof(std::int64_t));
 #if LIBCURL_VERSION_NUM >= 0x075700
 static_assert(ours::kQuickExit == CURLOPT_QUICK_EXIT);
 #endif

@@ -29,6 +29,8 @@ import time
 from urllib.parse import quote, quote_plus, unquote
 from xml.sax.saxutils import escape
 
+import bucket_writes
+
 # One request. `fault`: the name of the action that changed its answer. `status`, `sent`: the code and the bytes of the
 # body that were sent, without those of `endless`. `body`: what the client sent.
 Request = collections.namedtuple("Request", "number method path query range status headers fault body sent")
@@ -48,6 +50,10 @@ class Answer:
     def part(self, first, last):
         """Bytes of the object, as it was when it was opened."""
         return os.pread(self.file.fileno(), last - first, first) if self.file else b""
+
+
+def etag_of(info):
+    return f'"{info.st_size:x}-{info.st_mtime_ns:x}-{info.st_ino:x}"'
 
 
 def action(function):
@@ -145,6 +151,7 @@ class ObjectServer:
         self.page = 1000
         self.markers = set()  # Keys of empty objects that end with "/", as consoles make them.
         self.space = "+"  # A space in listings: "+" (as MinIO writes it) or "%20".
+        self.bucket = bucket_writes.Writes(self)
         # Of the hub.
         self.token = None
         self.revisions = {}  # "ORG/MODEL" -> revision -> commit; the files are in folder/ORG/MODEL/COMMIT.
@@ -196,7 +203,9 @@ class ObjectServer:
         change = self.fault(number, path, headers.get("Range"))
         answer = self.answer(method, path, headers, body)
         if answer is None and self.s3:
-            answer = self._refusal(method, raw_path, query, headers, body) or self._listing(path, query)
+            answer = self._refusal(method, raw_path, query, headers, body)
+            answer = answer or self.bucket.handle(method, path, query, headers, body)
+            answer = answer or (self._listing(path, query) if method == "GET" else None)
         if answer is None and self.hub:
             answer = self._hub(path, headers)
         if answer is None:
@@ -223,10 +232,11 @@ class ObjectServer:
             return self._error(404, "NoSuchKey", "The specified key does not exist.")
         opened = open(file, "rb")  # One descriptor, so that bytes and ETag are of one object. The handler closes it.
         info = os.fstat(opened.fileno())
-        size, etag = info.st_size, f'"{info.st_size:x}-{info.st_mtime_ns:x}-{info.st_ino:x}"'
-        named = {"ETag": etag, "Last-Modified": email.utils.formatdate(info.st_mtime, usegmt=True)}
+        size, etag = info.st_size, etag_of(info)
+        named = {"ETag": etag, "Last-Modified": email.utils.formatdate(info.st_mtime + self.bucket.older, usegmt=True)}
         answer = Answer(200, {name: named[name] for name in self.sends} | {"Accept-Ranges": "bytes"}, b"", opened,
                         size, (0, size))
+        answer.headers |= self.bucket.headers_of(path)
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", headers.get("Range", ""))
         unless = headers.get("If-Unmodified-Since")
         refused = None
@@ -301,7 +311,8 @@ class ObjectServer:
         if given.get("list-type") != "2":
             return self._error(400, "InvalidArgument", "only list-type=2")
         prefix, delimiter = given.get("prefix", ""), given.get("delimiter", "")
-        keys = {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()} | self.markers
+        files = {str(file.relative_to(root)): file for file in root.rglob("*") if file.is_file()}
+        keys = set(files) | self.markers
         found = set()  # The key, or its begin up to the delimiter.
         for name in (name for name in keys if name.startswith(prefix)):
             end = name.find(delimiter, len(prefix)) if delimiter else -1
@@ -316,7 +327,14 @@ class ObjectServer:
         xml = ['<?xml version="1.0"?>\n<ListBucketResult><Name>', bucket, "</Name><Prefix>", shown(prefix), "</Prefix>"]
         if given.get("encoding-type") == "url":
             xml.append("<EncodingType>url</EncodingType>")
-        xml += [f"<{kind}><{what}>{shown(name)}</{what}></{kind}>" for name, kind, what in page]
+        for name, kind, what in page:
+            file = files.get(name) if kind == "Contents" else None
+            more = ""
+            if file:
+                info = file.stat()
+                when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(info.st_mtime + self.bucket.older))
+                more = f"<LastModified>{when}</LastModified><ETag>{escape(etag_of(info))}</ETag><Size>{info.st_size}</Size>"
+            xml.append(f"<{kind}><{what}>{shown(name)}</{what}>{more}</{kind}>")
         if len(page) < len(found):
             token = base64.b64encode(page[-1][0].encode()).decode()  # With "=", "+" and "/", which need encoding.
             xml.append(f"<NextContinuationToken>{token}</NextContinuationToken>")
@@ -377,6 +395,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         stopping.wait(answer.delay)
         if answer.endless:
             answer.headers["Transfer-Encoding"] = "chunked"
+        answer.headers.setdefault("Date", email.utils.formatdate(usegmt=True))
         head = [f"HTTP/1.1 {answer.code} {self.responses.get(answer.code, ('',))[0]}",
                 *(f"{name}: {value}" for name, value in answer.headers.items()), "", ""]
         self.wfile.write("\r\n".join(head).encode("latin-1"))
@@ -395,4 +414,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             os.close(self.connection.detach())
 
-    do_GET = do_HEAD = do_PUT = do_POST = _serve
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve

@@ -96,8 +96,8 @@ ls ftp://host/x | ftp://host/x: is a URL | https, s3
 ls file:///tmp/x | is a URL; pass the path instead: /tmp/x
 ls st/step-1/data | st/step-1/data
 ls cut.safetensors | cut.safetensors
-import m.safetensors s3://bucket/x | s3://bucket: storage behind a URL is read-only
-import m.safetensors gs://b/x | gs://b: storage behind a URL is read-only
+import m.safetensors s3://bucket/x | s3://bucket: ranks cannot save into a bucket
+import m.safetensors gs://b/x | gs://b: ranks cannot save into a bucket
 import s3://bucket/x st/a | s3://bucket/x | connect
 import m.safetensors st | st: the path must be STORE/NAME
 import m.safetensors st/ | st
@@ -124,7 +124,7 @@ adopt m.safetensors st/step-1 | st/step-1
 adopt m.safetensors bare | adopt bare: the path must be STORE/NAME
 adopt st/step-1 st/a | st/step-1: already a tensormount checkpoint | `tensormount import`
 adopt empty st/a | empty: the directory is empty
-adopt m.safetensors s3://x/y | s3://x: storage behind a URL is read-only
+adopt m.safetensors s3://x/y | s3://x: ranks cannot save into a bucket
 mount nothere mnt | nothere: no such file or directory
 mount st nomnt | mount point nomnt: no such directory
 mount empty mnt | `tensormount init empty` makes this directory a store | the directory is empty
@@ -147,7 +147,7 @@ publish st/.staging/none | none
 publish st/step-1 | st/step-1
 check none.json | none.json | No such file
 check notes.json | notes.json
-init s3://x | s3://x: storage behind a URL is read-only
+init https://x/y | https://x/y: storage behind a URL is read-only
 init st/step-1 | cannot create a store there
 init notes.txt | notes.txt is not a directory
 compact st/a | compact: this command is not implemented yet
