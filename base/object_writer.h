@@ -2,7 +2,6 @@
 #ifndef TENSORMOUNT_BASE_OBJECT_WRITER_H_
 #define TENSORMOUNT_BASE_OBJECT_WRITER_H_
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -47,13 +46,13 @@ struct PutOptions {
   bool if_absent = false;
   // Fails with kStale unless the object has this ETag. Empty: no such condition.
   std::string if_match;
+  // Sends one request only. Otherwise one whose answer is lost is sent again, for minutes.
+  bool once = false;
   // A short text that is kept with the object, of letters, digits and "-.:".
   std::string mark;
   // UnfinishedUpload::id of an upload of the same bytes to this path, whose parts are used as far
   // as their SHA-256, as the server tells it, is the same. Empty: none.
   std::string continued;
-  // Set by another thread: the call ends with kCancelled. Null: never.
-  const std::atomic<bool>* cancel = nullptr;
 };
 
 // A new object on its way. For one thread. Destroyed before Finish, it leaves the parts that were
@@ -69,7 +68,8 @@ class ObjectUpload {
   virtual std::uint64_t bytes_kept() const = 0;
 };
 
-// All calls block, within the deadlines of requests, and are thread-safe. kUnavailable,
+// All calls block, within the deadlines of requests and until CancelScope (base/cancel_scope.h) ends
+// them, and are thread-safe. kUnavailable,
 // kDeadlineExceeded: whether the change was made is not known.
 class ObjectWriter {
  public:
@@ -82,8 +82,9 @@ class ObjectWriter {
   virtual Result<std::unique_ptr<ObjectUpload>> Upload(const std::string& path, std::uint64_t size,
                                                        const PutOptions& options) = 0;
   // Lets the server copy an object, with its mark, to a path of the same bucket, as long as it has
-  // the ETag of `from`. Replaces what is at `to`. Returns the ETag of the copy. kUnsupported: the
-  // object is too large for one request, or the server cannot do it.
+  // the ETag of `from`. kAlreadyExists: there is an object (servers that know no such condition
+  // replace it). Returns the ETag of the copy. kUnsupported: the object is too large for one
+  // request, or the server cannot do it.
   virtual Result<std::string> CopyObject(const ObjectInfo& from, const std::string& to) = 0;
   // nullopt: there is no such object.
   virtual Result<std::optional<ObjectInfo>> InfoOf(const std::string& path) = 0;
@@ -92,10 +93,16 @@ class ObjectWriter {
                                   ObjectInfo* info = nullptr) = 0;
   // All objects below a path, not only those directly in it.
   virtual Result<ObjectListing> ListBelow(const std::string& path) = 0;
-  // Deletes objects; those that are not there count as deleted. The first failure ends it.
-  virtual Status Delete(std::span<const std::string> paths) = 0;
+  // Deletes objects that still have these ETags, as far as the server knows conditions of deletions;
+  // an empty ETag is no condition. Those that are not there count as deleted. Each request is sent
+  // once: an answer that comes late must not lead to the deletion of a newer object. Goes on after
+  // failures, and returns the first; kStale: an object has another ETag, and stays.
+  virtual Status Delete(std::span<const ObjectInfo> objects) = 0;
   // Uploads below a path that were begun and not ended. kUnsupported: the server does not tell.
+  // (MinIO tells none: it knows whole keys only.)
   virtual Result<std::vector<UnfinishedUpload>> Unfinished(const std::string& path) = 0;
+  // The same for one object.
+  virtual Result<std::vector<UnfinishedUpload>> UnfinishedOf(const std::string& path) = 0;
   virtual Status Abort(const UnfinishedUpload& upload) = 0;
 };
 

@@ -18,11 +18,12 @@ namespace tensormount::tools {
 namespace {
 
 // The bytes of a copied checkpoint: "1.2 GB copied, 3.4 GB in 12 files linked".
-std::string Parts(const CopiedCheckpoint& one) {
+std::string Parts(const CopiedCheckpoint& one, bool in_bucket) {
   std::string text = HumanBytes(one.bytes_copied) + " copied";
   if (one.files_linked > 0) {
-    text += fmt::format(", {} in {} linked", HumanBytes(one.bytes_linked),
-                        Counted(one.files_linked, "file"));
+    text += fmt::format(", {} in {} {}", HumanBytes(one.bytes_linked),
+                        Counted(one.files_linked, "file"),
+                        in_bucket ? "copied by the server" : "linked");
   }
   if (one.files_kept > 0) {
     text += fmt::format(", {} of an earlier copy checked and kept", HumanBytes(one.bytes_kept));
@@ -33,7 +34,7 @@ std::string Parts(const CopiedCheckpoint& one) {
 void PrintCopied(const CopiedCheckpoint& one, const std::string& destination, Terminal& terminal) {
   for (const std::string& warning : one.warnings) terminal.Warn(one.name + ": " + warning);
   if (one.links_refused > 0) {
-    terminal.Warn(fmt::format("{}: {} could not be linked and {} copied: {}", one.name,
+    terminal.Warn(fmt::format("{}: {} could not be shared and {} copied: {}", one.name,
                               Counted(one.links_refused, "file"),
                               one.links_refused == 1 ? "was" : "were", one.refusal));
   }
@@ -43,7 +44,8 @@ void PrintCopied(const CopiedCheckpoint& one, const std::string& destination, Te
     terminal.Line(
         one.was_there
             ? fmt::format("{}: already in the store, skipped", JoinPath(destination, one.name))
-            : fmt::format("copied {}: {}", JoinPath(destination, one.name), Parts(one)));
+            : fmt::format("copied {}: {}", JoinPath(destination, one.name),
+                          Parts(one, destination.find("://") != std::string::npos)));
   }
 }
 
@@ -56,9 +58,10 @@ int RunDrain(const CopyArgs& args, const CopyOptions& copy, const Interrupt& int
   }
   DrainOptions options;
   options.copy = copy;
-  bool idle = true;
+  bool caught_up = false;
+  options.caught_up = [&] { caught_up = true; };
   options.copy.watch = [&](std::uint64_t, std::uint64_t total) {
-    idle = total == 0;
+    if (total != 0) caught_up = false;
     return interrupt.Check();
   };
   if (!args.retain.empty()) {
@@ -82,11 +85,15 @@ int RunDrain(const CopyArgs& args, const CopyOptions& copy, const Interrupt& int
     if (terminal.json) terminal.Json(retention::PruneJson(report));
     (void)terminal.Flush();
   };
+  options.not_pruned = [&](const Status& why) {
+    terminal.Warn(fmt::format("{} was not pruned: {}", args.paths[1], why.message()));
+  };
   options.waiting = [&](const Status& why, std::chrono::seconds wait) {
+    caught_up = false;
     terminal.Warn(fmt::format("{}; next try in {} s", why.message(), wait.count()));
   };
   const Status ended = DrainStore(args.paths[0], args.paths[1], options);
-  if (ended.code() == Code::kCancelled && idle) return worst;
+  if (ended.code() == Code::kCancelled && caught_up) return worst;
   return interrupt.ExitStatus(ended, terminal.Fail(ended));
 }
 
@@ -109,6 +116,7 @@ int RunCopy(const CopyArgs& args, Terminal& terminal) {
   }
   options.unconditional = args.unconditional;
   const Interrupt interrupt;
+  options.cancel = interrupt.flag();
   if (args.drain) return RunDrain(args, options, interrupt, terminal);
   Result<CopyReport> copied = CopyReport();
   {
@@ -124,8 +132,8 @@ int RunCopy(const CopyArgs& args, Terminal& terminal) {
     const Status& why = copied.status();
     const bool goes_on = why.code() == Code::kCancelled || why.code() == Code::kResourceExhausted;
     return interrupt.ExitStatus(
-        why, terminal.Fail(why, goes_on ? "run the same command again to continue; the copied "
-                                          "files stay in .staging/ for a day"
+        why, terminal.Fail(why, goes_on ? "run the same command again to continue; what was copied "
+                                          "stays for a day"
                                         : ""));
   }
   int worst = kDone;

@@ -12,6 +12,7 @@
 #include <unistd.h>
 #include <utility>
 
+#include "base/cancel_scope.h"
 #include "base/per_process.h"
 #include "base/thread.h"
 #include "remote/curl_library.h"
@@ -96,6 +97,11 @@ HttpCall::~HttpCall() = default;
 
 Status HttpCall::Await() { return Await(ReadLimits{}); }
 
+void HttpCall::AwaitEnd() {
+  const CancelScope uncancelled(nullptr);
+  (void)Await();
+}
+
 Status HttpCall::Await(const ReadLimits& limits) {
   std::unique_lock lock(mutex_);
   // The client ends every call at its deadline.
@@ -103,8 +109,8 @@ Status HttpCall::Await(const ReadLimits& limits) {
     if (getpid() != process_) {
       return {Code::kUnsupported, ShownUrl(request_.url) + ": was asked for before fork()"};
     }
-    if (limits.cancel != nullptr && limits.cancel->load()) {
-      return {Code::kCancelled, "the read was cancelled"};
+    if ((limits.cancel != nullptr && limits.cancel->load()) || CancelScope::IsCancelled()) {
+      return {Code::kCancelled, "cancelled while a server was asked"};
     }
     if (limits.deadline && limits.deadline->Passed()) {
       return {Code::kDeadlineExceeded, ShownUrl(request_.url) + ": no answer in time"};
@@ -184,8 +190,7 @@ class HttpTransfer {
     bool ok = set(curl::kUrl, url_.c_str()) && set(curl::kNoSignal, 1L) &&
               set(curl::kFollowLocation, 0L) && set(curl::kHttpVersion, curl::kHttpVersion11) &&
               set(curl::kProtocols, curl::kProtocolHttp | curl::kProtocolHttps) &&
-              set(curl::kConnectTimeoutMs, kConnectMs) && set(curl::kLowSpeedLimit, kSlowBytes) &&
-              set(curl::kLowSpeedTime, kSlowSeconds) && set(curl::kPathAsIs, 1L) &&
+              set(curl::kConnectTimeoutMs, kConnectMs) && set(curl::kPathAsIs, 1L) &&
               set(curl::kTcpKeepAlive, 1L) && set(curl::kUserAgent, "tensormount") &&
               set(curl::kHttpHeader, list_) && set(curl::kPrivate, static_cast<void*>(this)) &&
               set(curl::kWriteFunction, &HttpTransfer::OnBody) &&
@@ -198,6 +203,9 @@ class HttpTransfer {
     // Otherwise the end of a request waits for the thread that looks its host up.
     (void)library_.curl_easy_setopt(easy, curl::kQuickExit, 1L);
     if (!request.use_proxy) ok = ok && set(curl::kNoProxy, "*");
+    if (!request.answers_late) {
+      ok = ok && set(curl::kLowSpeedLimit, kSlowBytes) && set(curl::kLowSpeedTime, kSlowSeconds);
+    }
     if (request.body.size() >= kProgressBytes) {
       ok = ok && set(curl::kNoProgress, 0L) &&
            set(curl::kProgressFunction, &HttpTransfer::OnProgress) &&
@@ -713,7 +721,7 @@ Result<std::vector<std::shared_ptr<HttpCall>>> HttpClient::Run(std::vector<HttpR
       failure = status;
       cancel_all();
     }
-    (void)call->Await();  // Until nobody writes to the caller's memory.
+    call->AwaitEnd();  // Until nobody writes to the caller's memory.
   }
   if (!failure.ok()) return failure;
   return calls;

@@ -45,6 +45,8 @@ struct HttpRequest {
   bool follow_redirects = true;
   bool use_proxy = true;
   int tries = 8;
+  // The server works for long before it answers; the caller sets a deadline.
+  bool answers_late = false;
 };
 
 struct HttpResponse {
@@ -74,6 +76,8 @@ class HttpCall {
   // Waits for the end. After it, nothing writes to `into` any more. Ok: an answer has come, with
   // any code that is not a transient failure (HttpResponse::code).
   Status Await();
+  // The same, also if the caller is cancelled.
+  void AwaitEnd();
   // Like Await, but gives up at the limits, and leaves the request on its way.
   Status Await(const ReadLimits& limits);
   // Whether it has ended without an answer.

@@ -3,8 +3,10 @@
 #include "remote/remote.h"
 
 #include <chrono>
+#include <random>
 
 #include "base/file_system_for.h"
+#include "base/object_writer.h"
 #include "remote/aws_credentials.h"
 #include "remote/curl_library.h"
 #include "remote/hub_file_system.h"
@@ -34,6 +36,35 @@ Result<std::string> UrlLibraryVersion() {
   return version.substr(0, version.find(" zlib"));
 }
 
+namespace {
+
+// Whether checkpoints can be copied to a bucket: puts a small object, on conditions, and deletes
+// it.
+UrlFinding ExamineWrites(ObjectWriter& writer, const std::string& url) {
+  UrlFinding finding{"copies to it", false, "", ""};
+  const std::string path =
+      JoinPath(url, ".tensormount-doctor-" + std::to_string(std::random_device{}()));
+  const Status first = writer.Put(path, "test", {.if_absent = true}).status();
+  // The same put again has to fail, or the condition means nothing.
+  const Status again = first.ok() ? writer.Put(path, "test", {.if_absent = true}).status() : first;
+  const Status deleted =
+      first.ok() ? writer.Delete(std::vector<ObjectInfo>{{.path = path}}) : Status();
+  finding.good = again.code() == Code::kAlreadyExists && deleted.ok();
+  if (!deleted.ok()) {
+    finding.detail = deleted.ToString();
+  } else if (finding.good) {
+    finding.detail = "possible; the server knows conditional puts";
+  } else if (again.ok()) {
+    finding.detail = "the server ignores conditional puts";
+    finding.remedy = "copy --unconditional copies without protection from other writers";
+  } else {
+    finding.detail = again.ToString();
+  }
+  return finding;
+}
+
+}  // namespace
+
 std::vector<UrlFinding> ExamineUrl(const std::string& url) {
   std::vector<UrlFinding> out;
   const Result<FileSystem*> fs = FileSystemFor(url);
@@ -49,11 +80,13 @@ std::vector<UrlFinding> ExamineUrl(const std::string& url) {
                    "only public buckets can be read; docs/remote.md lists where credentials are "
                    "looked for"});
   }
+  const bool is_file = info.ok() && info.value().kind == FileKind::kFile;
+  ObjectWriter* const writer = fs.value()->object_writer();
+  if (writer != nullptr && !is_file) out.push_back(ExamineWrites(*writer, url));
   if (!info.ok()) {
     out.push_back({"url", false, info.status().ToString(), ""});
     return out;
   }
-  const bool is_file = info.value().kind == FileKind::kFile;
   out.push_back({"url", true,
                  (is_file ? "a file of " + std::to_string(info.value().size) + " bytes"
                           : std::string("a directory")) +

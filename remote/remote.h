@@ -18,7 +18,7 @@ void AddRemoteFileSystems();
 Result<std::string> UrlLibraryVersion();
 
 // What a URL offers, for `doctor`: whether it answers, with which credentials, whether byte ranges
-// and the comparison of versions work. Asks the server.
+// and the comparison of versions work, and whether a bucket can be copied to. Asks the server.
 struct UrlFinding {
   std::string name;
   bool good = false;

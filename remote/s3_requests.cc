@@ -88,13 +88,11 @@ Result<RemoteObject> S3Requests::ObjectAt(const Location& at, const std::string&
   if (!query.empty()) object.url += "?" + query;
   object.region = region;
   object.follow_redirects = false;  // They name another region, which LearnsRegion finds.
-  const bool google = at.google;
-  object.sign = [region, google](const HttpRequest& request,
-                                 std::vector<std::string>& headers) -> Status {
+  object.sign = [region, at](const HttpRequest& request,
+                             std::vector<std::string>& headers) -> Status {
     // On the client's thread, which must not wait.
+    if (!Signs(at)) return {};
     const AwsCredentials credentials = AwsCredentialChain::Get().Latest();
-    // A session of Amazon's is nothing for Google.
-    if (credentials.access_key.empty() || (google && !credentials.session_token.empty())) return {};
     TENSORMOUNT_ASSIGN_OR_RETURN(const Url url, ParseUrl(request.url));
     const std::string hash =
         request.body_sha256.empty() ? Hexadecimal(Sha256(request.body)) : request.body_sha256;
@@ -107,6 +105,12 @@ Result<RemoteObject> S3Requests::ObjectAt(const Location& at, const std::string&
   // If this fails, the server says that the credentials have expired.
   object.prepare = [] { (void)AwsCredentialChain::Get().Current(); };
   return object;
+}
+
+bool S3Requests::Signs(const Location& at) {
+  const AwsCredentials credentials = AwsCredentialChain::Get().Latest();
+  // A session of Amazon's is nothing for Google.
+  return !credentials.access_key.empty() && (!at.google || credentials.session_token.empty());
 }
 
 Status S3Requests::FailureOf(const std::string& path, const HttpResponse& response) {

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_REMOTE_S3_REQUESTS_H_
 #define TENSORMOUNT_REMOTE_S3_REQUESTS_H_
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -34,6 +35,11 @@ class S3Requests {
     std::string key;
     bool google = false;
   };
+  // How long a server may work on the end of an upload, or on a copy.
+  static constexpr std::chrono::minutes kLateAnswer{10};
+
+  // Whether requests to the bucket are signed now.
+  static bool Signs(const Location& at);
   // The parts of "s3://BUCKET/KEY" or "gs://BUCKET/KEY".
   static Result<Location> LocationOf(const std::string& path);
   // "s3://BUCKET/", or "gs://BUCKET/".

@@ -94,7 +94,7 @@ Status S3Upload::ReadParts() {
     there_.clear();
     return Create();
   }
-  with_checksums_ = all_told;
+  with_checksums_ = all_told && !there_.empty();
   return {};
 }
 
@@ -148,8 +148,7 @@ Status S3Upload::AwaitUntil(std::size_t most) {
   for (; parts_.size() - awaited_ > most; ++awaited_) {
     Part& part = parts_[awaited_];
     if (part.call == nullptr) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(
-        part.call->Await(ReadLimits{.cancel = options_.cancel}).WithContext(path_));
+    TENSORMOUNT_RETURN_IF_ERROR(part.call->Await().WithContext(path_));
     const HttpResponse& response = part.call->response();
     if (response.code != 200) {
       if (XmlText(response.body, "Code") == "NoSuchUpload") {
@@ -192,14 +191,18 @@ Result<std::string> S3Upload::Complete() {
     request.headers = {"Content-Type: application/xml"};
     if (condition) request.headers.emplace_back("If-None-Match: *");
     request.body = xml;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<HttpCall> call,
-                                 requests_.Ask(at_, IdQuery(id_), std::move(request)));
+    request.answers_late = true;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::shared_ptr<HttpCall> call,
+        requests_.Ask(at_, IdQuery(id_), std::move(request),
+                      {.deadline = Deadline::After(S3Requests::kLateAnswer)}));
     const HttpResponse& response = call->response();
     // An answer of 200 may be an error: it is begun before the result is known.
     if (response.code == 200 &&
         response.body.find("<CompleteMultipartUploadResult") != std::string::npos) {
       ForgetWhatIsKnown();
-      return XmlText(response.body, "ETag");
+      const std::string etag = XmlText(response.body, "ETag");
+      return etag.empty() || etag.starts_with('"') ? etag : '"' + etag + '"';
     }
     const std::string code = XmlText(response.body, "Code");
     if (response.code == 412 || code == "PreconditionFailed") {

@@ -26,11 +26,17 @@ constexpr std::chrono::milliseconds kBetweenPuts{200};
 constexpr std::size_t kDeletesAtOnce = 32;
 constexpr std::size_t kMostListed = 10'000'000;
 
+// Servers exist that leave the quotes out in some answers.
+std::string Quoted(std::string_view etag) {
+  if (etag.empty() || etag.starts_with('"') || etag.starts_with("W/")) return std::string(etag);
+  return '"' + std::string(etag) + '"';
+}
+
 ObjectInfo InfoOfAnswer(const std::string& path, const HttpResponse& response) {
   ObjectInfo info;
   info.path = path;
   info.size = ParseNumber(response.Header("content-length")).value_or(0);
-  info.etag = response.Header("etag");
+  info.etag = Quoted(response.Header("etag"));
   info.modified_seconds = ParseHttpDate(response.Header("last-modified")).value_or(0);
   info.mark = response.Header("x-amz-meta-tensormount");
   return info;
@@ -101,15 +107,20 @@ Result<std::string> S3Writer::Put(const std::string& path, std::string data,
   if (!options.mark.empty()) request.headers.push_back("x-amz-meta-tensormount: " + options.mark);
   if (options.if_absent) request.headers.emplace_back("If-None-Match: *");
   if (!options.if_match.empty()) request.headers.push_back("If-Match: " + options.if_match);
-  request.body_sha256 = Hexadecimal(Sha256(data));
+  const Sha256Digest digest = Sha256(data);
+  request.body_sha256 = Hexadecimal(digest);
+  // Without a signature nothing else would prove the bytes.
+  if (!S3Requests::Signs(at)) {
+    request.headers.push_back("x-amz-checksum-sha256: " + Base64(digest));
+  }
   request.body = std::move(data);
+  if (options.once) request.tries = 1;
   for (int turn = 1;; ++turn) {
-    Result<std::shared_ptr<HttpCall>> call =
-        requests_.Ask(at, "", request, {.cancel = options.cancel});
+    Result<std::shared_ptr<HttpCall>> call = requests_.Ask(at, "", request);
     ForgetWhatIsKnown();
     if (!call.ok()) return call.status().WithContext(path);
     const HttpResponse& response = call.value()->response();
-    if (response.code == 200) return std::string(response.Header("etag"));
+    if (response.code == 200) return Quoted(response.Header("etag"));
     if (options.if_absent && response.code == 412) {
       return Status(Code::kAlreadyExists, path + ": there is an object already");
     }
@@ -117,7 +128,8 @@ Result<std::string> S3Writer::Put(const std::string& path, std::string data,
       return Status(Code::kStale, path + ": the object was changed by somebody else");
     }
     // Another conditional put of this object is under way.
-    if (response.code != 409 || turn == kPutTries) return S3Requests::FailureOf(path, response);
+    if (response.code != 409 || options.once || turn == kPutTries)
+      return S3Requests::FailureOf(path, response);
     std::this_thread::sleep_for(kBetweenPuts * turn);
   }
 }
@@ -143,21 +155,33 @@ Result<std::string> S3Writer::CopyObject(const ObjectInfo& from, const std::stri
   if (from.size > kMostCopied || from.etag.empty()) {
     return Status(Code::kUnsupported, from.path + ": is larger than 5 GiB, or has no ETag");
   }
-  HttpRequest request;
-  request.method = "PUT";
-  request.headers = {"Content-Type: application/octet-stream",
-                     "x-amz-copy-source: /" + source.bucket + "/" + PercentEncode(source.key, true),
-                     "x-amz-copy-source-if-match: " + from.etag};
-  const Result<std::shared_ptr<HttpCall>> call = requests_.Ask(at, "", std::move(request));
-  ForgetWhatIsKnown();
-  if (!call.ok()) return call.status().WithContext(to);
-  const HttpResponse& response = call.value()->response();
-  // An answer of 200 may be an error: it is begun before the result is known.
-  if (response.code == 200 && response.body.find("<CopyObjectResult") != std::string::npos) {
-    return XmlText(response.body, "ETag");
+  for (const bool condition : {true, false}) {
+    HttpRequest request;
+    request.method = "PUT";
+    request.headers = {
+        "Content-Type: application/octet-stream",
+        "x-amz-copy-source: /" + source.bucket + "/" + PercentEncode(source.key, true),
+        "x-amz-copy-source-if-match: " + from.etag};
+    if (condition) request.headers.emplace_back("If-None-Match: *");
+    request.tries = 1;
+    request.answers_late = true;
+    const Result<std::shared_ptr<HttpCall>> call = requests_.Ask(
+        at, "", std::move(request), {.deadline = Deadline::After(S3Requests::kLateAnswer)});
+    ForgetWhatIsKnown();
+    if (!call.ok()) return call.status().WithContext(to);
+    const HttpResponse& response = call.value()->response();
+    // An answer of 200 may be an error: it is begun before the result is known.
+    if (response.code == 200 && response.body.find("<CopyObjectResult") != std::string::npos) {
+      return Quoted(XmlText(response.body, "ETag"));
+    }
+    if (condition && (response.code == 400 || response.code == 501)) continue;
+    if (response.code == 412 && response.body.find("If-None-Match") != std::string::npos) {
+      return Status(Code::kAlreadyExists, to + ": there is an object already");
+    }
+    if (response.code == 412) return Status(Code::kStale, from.path + ": the object was replaced");
+    return S3Requests::FailureOf(to, response);
   }
-  if (response.code == 412) return Status(Code::kStale, from.path + ": the object was replaced");
-  return S3Requests::FailureOf(to, response);
+  return Status(Code::kInternal, to + ": no answer");
 }
 
 Result<std::optional<ObjectInfo>> S3Writer::InfoOf(const std::string& path) {
@@ -202,7 +226,7 @@ Result<ObjectListing> S3Writer::ListBelow(const std::string& path) {
       ObjectInfo info;
       info.path = root + key;
       info.size = ParseNumber(XmlText(element, "Size")).value_or(0);
-      info.etag = XmlText(element, "ETag");
+      info.etag = Quoted(XmlText(element, "ETag"));
       info.modified_seconds = ParseIsoTime(XmlText(element, "LastModified")).value_or(0);
       listing.objects.push_back(std::move(info));
     }
@@ -223,41 +247,72 @@ Result<ObjectListing> S3Writer::ListBelow(const std::string& path) {
   return listing;
 }
 
-Status S3Writer::Delete(std::span<const std::string> paths) {
-  while (!paths.empty()) {
-    const auto some = paths.first(std::min(paths.size(), kDeletesAtOnce));
-    paths = paths.subspan(some.size());
-    std::vector<std::shared_ptr<HttpCall>> calls;
-    Status failure;
-    for (const std::string& path : some) {
-      Result<S3Requests::Location> at = KeyOf(path);
-      HttpRequest request;
-      request.method = "DELETE";
-      Result<std::shared_ptr<HttpCall>> call =
-          at.ok() ? requests_.Start(at.value(), "", std::move(request)) : at.status();
-      if (!call.ok()) {
-        failure = call.status();
-        break;
-      }
-      calls.push_back(std::move(call).value());
-    }
-    for (std::size_t n = 0; n < calls.size(); ++n) {
-      Status ended = calls[n]->Await().WithContext(some[n]);
-      const HttpResponse& response = calls[n]->response();
-      if (ended.ok() && response.code != 200 && response.code != 204 && response.code != 404) {
-        ended = S3Requests::FailureOf(some[n], response);
-      }
-      if (failure.ok()) failure = std::move(ended);
-    }
-    ForgetWhatIsKnown();
-    TENSORMOUNT_RETURN_IF_ERROR(failure);
+Status S3Writer::Delete(std::span<const ObjectInfo> objects) {
+  Status failure;
+  while (!objects.empty()) {
+    const auto some = objects.first(std::min(objects.size(), kDeletesAtOnce));
+    objects = objects.subspan(some.size());
+    Status deleted = DeleteSome(some, true);
+    if (failure.ok()) failure = std::move(deleted);
   }
-  return {};
+  return failure;
+}
+
+Status S3Writer::DeleteSome(std::span<const ObjectInfo> objects, bool conditions) {
+  std::vector<std::shared_ptr<HttpCall>> calls;
+  std::vector<ObjectInfo> again;
+  Status failure;
+  for (const ObjectInfo& object : objects) {
+    Result<S3Requests::Location> at = KeyOf(object.path);
+    HttpRequest request;
+    request.method = "DELETE";
+    request.tries = 1;
+    if (conditions && !object.etag.empty()) request.headers = {"If-Match: " + object.etag};
+    Result<std::shared_ptr<HttpCall>> call =
+        at.ok() ? requests_.Start(at.value(), "", std::move(request)) : at.status();
+    if (!call.ok()) {
+      failure = call.status();
+      break;
+    }
+    calls.push_back(std::move(call).value());
+  }
+  for (std::size_t n = 0; n < calls.size(); ++n) {
+    const std::string& path = objects[n].path;
+    Status ended = calls[n]->Await().WithContext(path);
+    const HttpResponse& response = calls[n]->response();
+    const int code = response.code;
+    if (ended.ok() && code == 412) {
+      ended = Status(Code::kStale, path + ": was changed by somebody else");
+    } else if (ended.ok() && conditions && (code == 400 || code == 501)) {
+      again.push_back(objects[n]);  // A server that knows no conditions of deletions.
+    } else if (ended.ok() && code != 200 && code != 204 && code != 404) {
+      ended = S3Requests::FailureOf(path, response);
+    }
+    if (failure.ok()) failure = std::move(ended);
+  }
+  ForgetWhatIsKnown();
+  if (failure.ok() && !again.empty()) failure = DeleteSome(again, false);
+  return failure;
 }
 
 Result<std::vector<UnfinishedUpload>> S3Writer::Unfinished(const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(S3Requests::Location at, S3Requests::LocationOf(path));
   const std::string prefix = PrefixOf(at);
+  return ListUploads(path, std::move(at), prefix);
+}
+
+Result<std::vector<UnfinishedUpload>> S3Writer::UnfinishedOf(const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(S3Requests::Location at, KeyOf(path));
+  const std::string prefix = at.key;
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<UnfinishedUpload> all,
+                               ListUploads(path, std::move(at), prefix));
+  std::erase_if(all, [&](const UnfinishedUpload& upload) { return upload.path != path; });
+  return all;
+}
+
+Result<std::vector<UnfinishedUpload>> S3Writer::ListUploads(const std::string& path,
+                                                            S3Requests::Location at,
+                                                            const std::string& prefix) {
   at.key.clear();
   const std::string root = S3Requests::RootOf(at);
   const std::string query =

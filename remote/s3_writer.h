@@ -21,8 +21,9 @@ class S3Writer : public ObjectWriter {
   Result<std::optional<ObjectInfo>> InfoOf(const std::string& path) override;
   Result<std::string> Get(const std::string& path, std::uint64_t most, ObjectInfo* info) override;
   Result<ObjectListing> ListBelow(const std::string& path) override;
-  Status Delete(std::span<const std::string> paths) override;
+  Status Delete(std::span<const ObjectInfo> objects) override;
   Result<std::vector<UnfinishedUpload>> Unfinished(const std::string& path) override;
+  Result<std::vector<UnfinishedUpload>> UnfinishedOf(const std::string& path) override;
   Status Abort(const UnfinishedUpload& upload) override;
 
   // Size of each part but the last, of an object of `size` bytes: 16 MiB, or more where 10,000
@@ -30,6 +31,12 @@ class S3Writer : public ObjectWriter {
   static std::uint64_t PartBytes(std::uint64_t size);
 
  private:
+  // Deletes some objects at the same time.
+  Status DeleteSome(std::span<const ObjectInfo> objects, bool conditions);
+  Result<std::vector<UnfinishedUpload>> ListUploads(const std::string& path,
+                                                    S3Requests::Location at,
+                                                    const std::string& prefix);
+
   S3Requests& requests_;
 };
 

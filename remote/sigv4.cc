@@ -1,52 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Signatures of requests to S3, and the SHA-256 that they need: libcurl brings no hash, and which
-// library of TLS it uses differs by system.
+// Signatures of requests to S3.
 #include "remote/sigv4.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "remote/text.h"
 
 namespace tensormount {
 namespace {
-
-constexpr std::array<std::uint32_t, 64> kRounds = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
-
-void AddBlock(std::array<std::uint32_t, 8>& state, const unsigned char* block) {
-  std::array<std::uint32_t, 64> w{};
-  for (std::size_t i = 0; i < 16; ++i) {
-    w[i] = static_cast<std::uint32_t>(block[4 * i]) << 24 |
-           static_cast<std::uint32_t>(block[4 * i + 1]) << 16 |
-           static_cast<std::uint32_t>(block[4 * i + 2]) << 8 | block[4 * i + 3];
-  }
-  for (std::size_t i = 16; i < 64; ++i) {
-    const std::uint32_t s0 = std::rotr(w[i - 15], 7) ^ std::rotr(w[i - 15], 18) ^ (w[i - 15] >> 3);
-    const std::uint32_t s1 = std::rotr(w[i - 2], 17) ^ std::rotr(w[i - 2], 19) ^ (w[i - 2] >> 10);
-    w[i] = w[i - 16] + s0 + w[i - 7] + s1;
-  }
-  std::array<std::uint32_t, 8> v = state;
-  for (std::size_t i = 0; i < 64; ++i) {
-    const std::uint32_t s1 = std::rotr(v[4], 6) ^ std::rotr(v[4], 11) ^ std::rotr(v[4], 25);
-    const std::uint32_t choice = (v[4] & v[5]) ^ (~v[4] & v[6]);
-    const std::uint32_t t1 = v[7] + s1 + choice + kRounds[i] + w[i];
-    const std::uint32_t s0 = std::rotr(v[0], 2) ^ std::rotr(v[0], 13) ^ std::rotr(v[0], 22);
-    const std::uint32_t majority = (v[0] & v[1]) ^ (v[0] & v[2]) ^ (v[1] & v[2]);
-    std::copy_backward(v.begin(), v.end() - 1, v.end());
-    v[4] += t1;
-    v[0] = t1 + s0 + majority;
-  }
-  for (std::size_t i = 0; i < 8; ++i) state[i] += v[i];
-}
 
 std::string_view Bytes(const Sha256Digest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
@@ -78,29 +40,6 @@ std::string CanonicalQuery(std::string_view query) {
 
 }  // namespace
 
-Sha256Digest Sha256(std::string_view data) {
-  std::array<std::uint32_t, 8> state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                        0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  const std::uint64_t bits = static_cast<std::uint64_t>(data.size()) * 8;
-  while (data.size() >= 64) {
-    AddBlock(state, reinterpret_cast<const unsigned char*>(data.data()));
-    data.remove_prefix(64);
-  }
-  std::array<unsigned char, 128> last{};
-  std::memcpy(last.data(), data.data(), data.size());
-  last[data.size()] = 0x80;
-  const std::size_t end = data.size() < 56 ? 64 : 128;
-  for (std::size_t i = 0; i < 8; ++i) {
-    last[end - 1 - i] = static_cast<unsigned char>(bits >> (8 * i));
-  }
-  for (std::size_t at = 0; at < end; at += 64) AddBlock(state, last.data() + at);
-  Sha256Digest digest{};
-  for (std::size_t i = 0; i < 32; ++i) {
-    digest[i] = static_cast<unsigned char>(state[i / 4] >> (24 - 8 * (i % 4)));
-  }
-  return digest;
-}
-
 Sha256Digest HmacSha256(std::string_view key, std::string_view data) {
   std::string block(key);
   if (block.size() > 64) block = Bytes(Sha256(key));
@@ -113,31 +52,6 @@ Sha256Digest HmacSha256(std::string_view key, std::string_view data) {
   }
   const Sha256Digest first = Sha256(inner + std::string(data));
   return Sha256(outer + std::string(Bytes(first)));
-}
-
-std::string Hexadecimal(const Sha256Digest& digest) {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string out;
-  for (const unsigned char byte : digest) {
-    out += kDigits[byte >> 4];
-    out += kDigits[byte & 15];
-  }
-  return out;
-}
-
-std::string Base64(const Sha256Digest& digest) {
-  constexpr std::string_view kDigits =
-      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  std::string out;
-  for (std::size_t at = 0; at < digest.size(); at += 3) {
-    const std::size_t n = std::min<std::size_t>(3, digest.size() - at);
-    std::uint32_t bits = 0;
-    for (std::size_t i = 0; i < 3; ++i) bits = bits << 8 | (i < n ? digest[at + i] : 0U);
-    for (std::size_t i = 0; i < 4; ++i) {
-      out += i <= n ? kDigits[bits >> (18 - 6 * i) & 63] : '=';
-    }
-  }
-  return out;
 }
 
 std::vector<std::string> SignV4(std::string_view method, const Url& url, std::string_view body_hash,

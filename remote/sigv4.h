@@ -2,25 +2,19 @@
 #ifndef TENSORMOUNT_REMOTE_SIGV4_H_
 #define TENSORMOUNT_REMOTE_SIGV4_H_
 
-#include <array>
-#include <cstdint>
 #include <ctime>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "remote/sha256.h"
 #include "remote/url.h"
 
 namespace tensormount {
 
-using Sha256Digest = std::array<unsigned char, 32>;
-// FIPS 180-4.
-Sha256Digest Sha256(std::string_view data);
 // RFC 2104.
 Sha256Digest HmacSha256(std::string_view key, std::string_view data);
-std::string Hexadecimal(const Sha256Digest& digest);
-std::string Base64(const Sha256Digest& digest);
 
 struct AwsCredentials {
   std::string access_key;  // Empty: requests are not signed.

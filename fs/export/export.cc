@@ -24,6 +24,7 @@
 #include "base/file_system_for.h"
 #include "collective/comm/collective.h"
 #include "collective/guarded.h"
+#include "fs/export/bucket_export.h"
 #include "fs/export/destination.h"
 #include "fs/export/export_writer.h"
 
@@ -69,6 +70,7 @@ class ExportJob {
     Status mine = before;
     if (mine.ok()) mine = Guarded([&] { return Plan(std::move(source)); });
     TENSORMOUNT_RETURN_IF_ERROR(AgreeOnPlan(mine));
+    if (ObjectWriter* const bucket = fs_->object_writer()) return ToBucket(*bucket, start);
     TENSORMOUNT_RETURN_IF_ERROR(Begin());
     report_.plan_seconds = SecondsSince(start);
 
@@ -96,6 +98,49 @@ class ExportJob {
     for (const std::string& one : all) report_.bytes_written += ByteReader(one, "report").U64();
     TENSORMOUNT_RETURN_IF_ERROR(Publish());
     report_.sync_seconds = SecondsSince(start);
+    return {};
+  }
+
+  // Every rank sends objects of its own; rank 0 sends those by which readers find the others when
+  // all are there.
+  Status ToBucket(ObjectWriter& writer, Clock::time_point start) {
+    report_.path = WithoutTrailingSlashes(destination_);
+    BucketExport job(writer, *view_, plan_, report_.path, comm_.rank(), comm_.size(), options_);
+    const auto by_rank0 = [&](const auto& step, std::string_view phase) -> Status {
+      Result<std::string> done = std::string();
+      if (comm_.rank() == 0) {
+        const Status status = Guarded(step);
+        if (!status.ok()) done = status;
+      }
+      return collective_.Broadcast(done, phase).status();
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(
+        by_rank0([&] { return job.Prepare(); }, "export: check the destination"));
+    report_.plan_seconds = SecondsSince(start);
+    start = Clock::now();
+    Status status = collective_.Agree(Guarded([&] { return job.Put(); }), "export: send the files");
+    if (status.ok()) {
+      collective_.IgnoreCancel();
+      status = by_rank0([&] { return job.PutLast(); }, "export: publish the files");
+    }
+    if (!status.ok()) {
+      // Of a file that readers find the others by, rank 0 alone knows whether it is there.
+      if (!AllStopped(status)) {
+        return status.WithMessage(status.message() + "; objects below " + report_.path +
+                                  " may have been left behind");
+      }
+      const Status removed = Guarded([&] { return job.Discard(); });
+      if (removed.ok()) return status;
+      return status.WithMessage(status.message() + "; objects below " + report_.path +
+                                " remain: " + removed.message());
+    }
+    ByteWriter written;
+    written.U64(job.bytes_written());
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto all,
+        collective_.AllGather(written.bytes(), "export: add up the sizes of the files"));
+    for (const std::string& one : all) report_.bytes_written += ByteReader(one, "report").U64();
+    report_.write_seconds = SecondsSince(start);
     return {};
   }
 

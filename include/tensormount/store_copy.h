@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_STORE_COPY_H_
 #define TENSORMOUNT_STORE_COPY_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -18,6 +19,9 @@ struct CopyOptions {
   // For buckets whose server ignores conditional puts: copy nevertheless. If two processes write to
   // one name at once, one may then replace objects that the other has published.
   bool unconditional = false;
+  // Set by another thread or a signal handler: the copy ends with kCancelled, also while it waits
+  // for a server. May be null.
+  const std::atomic<bool>* cancel = nullptr;
   // Progress callback with the bytes done and in all, on the caller's thread. A result other than
   // ok ends the copy with that error (for example kCancelled); the next copy continues it. May be
   // empty.

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <ctime>
 #include <optional>
+#include <span>
+#include <thread>
 #include <utility>
 
 #include "base/errors.h"
@@ -15,6 +17,14 @@
 
 namespace tensormount::bucket {
 namespace {
+
+// How long a claim beside a COMMIT may be at work.
+constexpr std::chrono::seconds kLastRequest{60};
+
+constexpr int kDeleteTries = 5;
+constexpr std::chrono::milliseconds kBetweenDeletes{300};
+// Objects that gc deletes before it writes its claim again.
+constexpr std::size_t kDeletesAtOnce = 256;
 
 std::string CommitPath(const std::string& store, const std::string& name) {
   return JoinPath(JoinPath(store, name), store_paths::kCommitFile);
@@ -44,35 +54,41 @@ class ClaimedName {
     if (!claim) return {};
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ObjectInfo> commit,
                                  writer_.InfoOf(CommitPath(store_, name_)));
-    // The copy has published, or the removal ended before it removed anything.
-    if (commit) {
-      report_.removed.push_back(Below());
-      return options_.dry_run ? Status() : Release(writer_, *claim);
-    }
     const std::string folder = JoinPath(store_, name_);
     TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectListing listing, writer_.ListBelow(folder));
     std::vector<UnfinishedUpload> uploads;
-    if (auto unfinished = writer_.Unfinished(folder); unfinished.ok()) {
+    auto unfinished = writer_.Unfinished(folder);
+    if (unfinished.ok()) {
       uploads = std::move(unfinished).value();
+    } else if (unfinished.status().code() != Code::kUnsupported) {
+      return unfinished.status();
     }
     const bool removal = claim->purpose == Purpose::kRemoval;
-    std::int64_t newest = claim->renewed_seconds;
-    if (!removal) {
-      for (const ObjectInfo& object : listing.objects) {
-        newest = std::max(newest, object.modified_seconds);
-      }
-      for (const UnfinishedUpload& upload : uploads) {
-        newest = std::max(newest, upload.begun_seconds);
-      }
-    }
     const std::int64_t now = listing.now != 0 ? listing.now : std::time(nullptr);
-    const std::chrono::seconds least = removal ? options_.grace : options_.staging_age;
+    std::int64_t newest = 0;
+    const auto consider = [&](std::int64_t time) {
+      newest = std::max(newest, time != 0 ? time : now);  // An unknown time counts as now.
+    };
+    consider(claim->renewed_seconds);
+    if (!removal) {
+      for (const ObjectInfo& object : listing.objects) consider(object.modified_seconds);
+      for (const UnfinishedUpload& upload : uploads) consider(upload.begun_seconds);
+    }
+    // Beside a COMMIT, a copy or a removal may be at its last request.
+    const std::chrono::seconds least = commit    ? kLastRequest
+                                       : removal ? options_.grace
+                                                 : options_.staging_age;
     if (now - newest < least.count()) {
       report_.kept.push_back(
           Below() + ": " +
           (removal ? "a checkpoint that was removed; may still be being read"
                    : "a copy that is running or was interrupted, " + Describe(*claim, now)));
       return {};
+    }
+    // The copy has published, or the removal was cut short before it removed anything.
+    if (commit) {
+      report_.removed.push_back(Below());
+      return options_.dry_run ? Status() : Release(writer_, *claim);
     }
     report_.removed.push_back(name_);
     for (const ObjectInfo& object : listing.objects) report_.bytes_freed += object.size;
@@ -84,9 +100,19 @@ class ClaimedName {
       return {};
     }
     TENSORMOUNT_RETURN_IF_ERROR(taken);
-    std::vector<std::string> paths;
-    for (const ObjectInfo& object : listing.objects) paths.push_back(object.path);
-    TENSORMOUNT_RETURN_IF_ERROR(writer_.Delete(paths));
+    // A copy may have published just before.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ObjectInfo> published,
+                                 writer_.InfoOf(CommitPath(store_, name_)));
+    if (published) {
+      report_.removed.pop_back();
+      return Release(writer_, *claim);
+    }
+    // Another gc must not take the claim over while objects are deleted by this list.
+    for (std::size_t at = 0; at < listing.objects.size(); at += kDeletesAtOnce) {
+      TENSORMOUNT_RETURN_IF_ERROR(Renew(writer_, *claim));
+      const std::size_t count = std::min(listing.objects.size() - at, kDeletesAtOnce);
+      TENSORMOUNT_RETURN_IF_ERROR(writer_.Delete(std::span(listing.objects).subspan(at, count)));
+    }
     for (const UnfinishedUpload& upload : uploads) {
       TENSORMOUNT_RETURN_IF_ERROR(writer_.Abort(upload));
     }
@@ -128,19 +154,54 @@ Status CreateSuperblock(ObjectWriter& writer, const std::string& path, std::stri
 }
 
 Result<std::string> MoveAway(FileSystem& fs, const std::string& store, const std::string& name,
-                             const Uuid& uuid) {
+                             const std::optional<Uuid>& only) {
   ObjectWriter& writer = *fs.object_writer();
   const std::string path = CommitPath(store, name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string commit, writer.Get(path, kMaxCommitBytes, nullptr));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit decoded, DecodeCommit(commit, path));
-  if (decoded.record.uuid != uuid) {
-    return Status(Code::kStale,
-                  JoinPath(store, name) + ": the checkpoint was replaced by another one");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string commit,
+                               writer.Get(path, kMaxCommitBytes, nullptr));
+  // Without `only`, a checkpoint whose COMMIT is damaged can be removed, too.
+  const Result<DecodedCommit> decoded = DecodeCommit(commit, path);
+  if (only) {
+    TENSORMOUNT_RETURN_IF_ERROR(decoded.status());
+    if (decoded.value().record.uuid != *only) {
+      return Status(Code::kStale,
+                    JoinPath(store, name) + ": the checkpoint was replaced by another one");
+    }
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Claim claim,
-                               TakeForRemoval(writer, store, name, uuid, std::move(commit)));
-  const Status deleted = writer.Delete(std::vector<std::string>{path});
-  if (deleted.ok()) return claim.path;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const Claim claim,
+      TakeForRemoval(writer, store, name, decoded.ok() ? decoded.value().record.uuid : Uuid(),
+                     commit));
+  // Each request is sent once: an answer that comes late must not lead to the deletion of a
+  // checkpoint that was published meanwhile.
+  Status deleted;
+  for (int turn = 0; turn < kDeleteTries; ++turn) {
+    if (turn > 0) std::this_thread::sleep_for(kBetweenDeletes * turn);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool ours, IsOurs(writer, claim));
+    if (!ours) {
+      deleted = Status(Code::kBusy, "another process changes this name");
+      break;
+    }
+    ObjectInfo info;
+    info.path = path;
+    const Result<std::string> now = writer.Get(path, kMaxCommitBytes, &info);
+    if (now.ok() && now.value() != commit) {
+      (void)Release(writer, claim);
+      return Status(Code::kStale,
+                    JoinPath(store, name) + ": the checkpoint was replaced by another one");
+    }
+    deleted = now.status().code() == Code::kNotFound ? Status()
+              : now.ok()                             ? writer.Delete(std::vector<ObjectInfo>{info})
+                                                     : now.status();
+    if (deleted.ok()) {
+      TENSORMOUNT_RETURN_IF_ERROR(KeepRemoval(writer, store, claim));
+      return claim.path;
+    }
+    if (deleted.code() == Code::kPermissionDenied) {
+      (void)Release(writer, claim);
+      return deleted;
+    }
+  }
   return Status(Code::kUnknown, "cannot tell whether " + JoinPath(store, name) + " was removed: " +
                                     deleted.message() + "; remove it again to find out");
 }
@@ -203,14 +264,17 @@ Result<std::vector<Store::FsckFinding>> FindLeftovers(FileSystem& fs, const Stor
         unfinished.ok() && !unfinished.value().empty()) {
       uploads = "; unfinished uploads: " + std::to_string(unfinished.value().size());
     }
-    const bool copy = claim.value()->purpose == Purpose::kCopy;
-    note(
-        object,
-        (copy ? "a copy that is running or was interrupted, " : "a checkpoint that was removed, ") +
-            Describe(*claim.value(), std::time(nullptr)) + uploads,
-        copy ? "run the copy again to continue it, or gc removes it after a day"
-             : "gc deletes its objects",
-        false);
+    const std::string when = Describe(*claim.value(), std::time(nullptr)) + uploads;
+    const Result<std::optional<ObjectInfo>> commit = writer.InfoOf(CommitPath(store.path(), name));
+    if (commit.ok() && commit.value()) {
+      note(object, "left beside a checkpoint by a copy or a removal, " + when, "gc deletes it",
+           false);
+    } else if (claim.value()->purpose == Purpose::kCopy) {
+      note(object, "a copy that is running or was interrupted, " + when,
+           "run the copy again to continue it, or gc removes it after a day", false);
+    } else {
+      note(object, "a checkpoint that was removed, " + when, "gc deletes its objects", false);
+    }
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, store.Names());
   for (const std::string& name : names) {
@@ -224,7 +288,9 @@ Result<std::vector<Store::FsckFinding>> FindLeftovers(FileSystem& fs, const Stor
       return std::any_of(below.objects.begin(), below.objects.end(),
                          [&](const ObjectInfo& object) { return object.path.starts_with(begin); });
     };
-    if (below.objects.empty()) continue;
+    // A copy or a removal may have begun since the claims were listed.
+    const Result<std::optional<Claim>> claim = Read(writer, store.path(), name);
+    if (below.objects.empty() || (claim.ok() && claim.value())) continue;
     if (has("manifest") && has("data")) {
       note(name, "the checkpoint has no COMMIT: COMMIT was lost, or other programs copied a part",
            "copy the checkpoint again, after the objects were deleted", true);

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,10 +25,10 @@ Status CheckStorePath(const std::string& path);
 Status CreateSuperblock(ObjectWriter& writer, const std::string& path, std::string text);
 
 // Removes a checkpoint from its name: claims the name, then deletes COMMIT. Its objects stay until
-// gc. Returns the claim's path. kStale: the checkpoint has another uuid. kBusy: another process
-// changes the name. kUnknown: whether COMMIT was deleted is not known.
+// gc. Returns the claim's path. `only`: only the checkpoint with this uuid. kStale: it has another.
+// kBusy: another process changes the name. kUnknown: whether COMMIT was deleted is not known.
 Result<std::string> MoveAway(FileSystem& fs, const std::string& store, const std::string& name,
-                             const Uuid& uuid);
+                             const std::optional<Uuid>& only);
 // Undoes MoveAway.
 Status PutBack(FileSystem& fs, const std::string& store, const std::string& name);
 // Bytes of the objects below a name.

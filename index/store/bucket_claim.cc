@@ -11,11 +11,13 @@
 
 #include "base/file_system.h"
 #include "index/records/store_paths.h"
+#include "index/store/store.h"
 
 namespace tensormount::bucket {
 namespace {
 
 constexpr std::uint64_t kMostClaim = kMaxCommitBytes + (64 << 10);
+constexpr int kReleaseTries = 4;
 constexpr std::string_view kClaimFormat = "tensormount-claim";
 
 std::string ThisProcess() {
@@ -54,6 +56,9 @@ Result<Claim> Decoded(const std::string& path, const std::string& name, std::str
   };
   const std::optional<Uuid> uuid = Uuid::Parse(text_of("uuid"));
   const std::string purpose = text_of("for");
+  if (text_of("format") == kClaimFormat && json.value("version", nlohmann::json()) != 1) {
+    return Status(Code::kUnsupported, path + ": a claim of a newer version");
+  }
   if (text_of("format") != kClaimFormat || !uuid || (purpose != "copy" && purpose != "removal")) {
     return bad();
   }
@@ -84,6 +89,10 @@ Status PutClaim(ObjectWriter& writer, Claim& claim, PutOptions options) {
   }
   TENSORMOUNT_RETURN_IF_ERROR(put.status());
   claim.etag = std::move(put).value();
+  if (claim.etag.empty() && !claim.unconditional) {
+    if (options.if_absent) (void)writer.Delete(std::vector<ObjectInfo>{{.path = claim.path}});
+    return {Code::kUnsupported, claim.path + ": the server sends no ETag"};
+  }
   return {};
 }
 
@@ -116,7 +125,8 @@ Result<std::vector<std::string>> ClaimedNames(ObjectWriter& writer, const std::s
   TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectListing listing, writer.ListBelow(folder));
   std::vector<std::string> names;
   for (const ObjectInfo& object : listing.objects) {
-    names.push_back(object.path.substr(folder.size() + 1));
+    std::string name = object.path.substr(folder.size() + 1);
+    if (CheckCheckpointName(name).ok()) names.push_back(std::move(name));
   }
   return names;
 }
@@ -128,9 +138,9 @@ Result<Claim> TakeForCopy(ObjectWriter& writer, const std::string& store, const 
   const auto without_conditions = [&](const std::string& what) {
     return Status(Code::kUnsupported,
                   store + ": the server " + what +
-                      " \"If-None-Match\", so two copies to one name at once could mix, and one "
-                      "could replace what the other published. If nobody else writes there, "
-                      "--unconditional copies without this protection");
+                      ", so two copies to one name at once could mix, and one could replace what "
+                      "the other published. If nobody else writes there, --unconditional copies "
+                      "without this protection");
   };
   for (int turn = 0; turn < 3; ++turn) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::optional<Claim> there, Read(writer, store, name));
@@ -158,16 +168,31 @@ Result<Claim> TakeForCopy(ObjectWriter& writer, const std::string& store, const 
     const Status put = PutClaim(writer, claim, options);
     if (put.code() == Code::kAlreadyExists || put.code() == Code::kStale) continue;
     if (put.code() == Code::kUnsupported && !unconditional) {
-      return without_conditions("refuses, with the answer " + put.message() + ",");
+      return without_conditions("refuses conditional puts (" + put.message() + ")");
     }
     TENSORMOUNT_RETURN_IF_ERROR(put);
     if (unconditional) return claim;
-    // Whether the condition counts: the claim is there now, so the same put has to fail.
-    const Status again = writer.Put(claim.path, Encoded(claim), {.if_absent = true}).status();
-    if (again.code() == Code::kAlreadyExists) return claim;
-    TENSORMOUNT_RETURN_IF_ERROR(again);
-    if (claim.is_new) (void)writer.Delete(std::vector<std::string>{claim.path});
-    return without_conditions("ignores");
+    // Whether conditions count: the claim is there now, so these puts have to fail.
+    const std::pair<PutOptions, Code> probes[] = {
+        {{.if_absent = true}, Code::kAlreadyExists},
+        {{.if_match = "\"00000000000000000000000000000000\""}, Code::kStale}};
+    for (const auto& [conditions, expected] : probes) {
+      Status again;
+      // Another copy that has just ended may have deleted the claim: the first put makes it anew.
+      for (int probe = 0; probe < 2 && again.code() != expected; ++probe) {
+        again = writer.Put(claim.path, Encoded(claim), conditions).status();
+        if (!again.ok() && again.code() != expected) break;
+      }
+      if (again.code() == expected) continue;
+      if (!again.ok() && again.code() != Code::kUnsupported) return again;
+      if (claim.is_new) (void)writer.Delete(std::vector<ObjectInfo>{{.path = claim.path}});
+      return without_conditions(std::string(again.ok() ? "ignores" : "refuses") +
+                                (conditions.if_absent ? " \"If-None-Match\"" : " \"If-Match\""));
+    }
+    // If a probe has written the claim, its ETag is another one now.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool ours, IsOurs(writer, claim));
+    if (!ours) continue;
+    return claim;
   }
   return Status(Code::kBusy,
                 JoinPath(store, name) + ": several copies claim this name at the same time");
@@ -183,11 +208,7 @@ Result<Claim> TakeForRemoval(ObjectWriter& writer, const std::string& store,
   TENSORMOUNT_ASSIGN_OR_RETURN(std::optional<Claim> there, Read(writer, store, name));
   PutOptions options;
   if (there) {
-    // The checkpoint is there, so a copy of it has ended, or its removal was interrupted.
-    if (there->uuid != uuid) {
-      return Status(Code::kBusy, JoinPath(store, name) + ": another process changes this name (" +
-                                     there->uuid.ToString() + ")");
-    }
+    // The checkpoint is published, so a copy has ended, or its removal was interrupted.
     options.if_match = there->etag;
   } else {
     options.if_absent = true;
@@ -205,6 +226,13 @@ Result<Claim> TakeForRemoval(ObjectWriter& writer, const std::string& store,
   return claim;
 }
 
+Status KeepRemoval(ObjectWriter& writer, const std::string& store, Claim claim) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<Claim> there, Read(writer, store, claim.name));
+  if (there) return {};
+  const Status put = PutClaim(writer, claim, {.if_absent = true});
+  return put.code() == Code::kAlreadyExists ? Status() : put;
+}
+
 Status TakeOverForRemoval(ObjectWriter& writer, Claim& claim) {
   claim.purpose = Purpose::kRemoval;
   const Status renewed = Renew(writer, claim);
@@ -218,13 +246,24 @@ Status Renew(ObjectWriter& writer, Claim& claim) {
 }
 
 Status Release(ObjectWriter& writer, const Claim& claim) {
-  // Somebody may have removed the checkpoint meanwhile, which takes the claim over.
+  // Somebody may have removed the checkpoint meanwhile, which takes the claim over. Servers exist
+  // that know no conditions of deletions, so the claim is also looked at.
+  for (int turn = 0;; ++turn) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool ours, IsOurs(writer, claim));
+    if (!ours) return {};
+    const Status deleted =
+        writer.Delete(std::vector<ObjectInfo>{{.path = claim.path, .etag = claim.etag}});
+    if (deleted.code() == Code::kStale) return {};
+    if (deleted.code() != Code::kUnavailable || turn == kReleaseTries) return deleted;
+  }
+}
+
+Result<bool> IsOurs(ObjectWriter& writer, const Claim& claim) {
   ObjectInfo info;
   const Result<std::string> now = writer.Get(claim.path, kMostClaim, &info);
-  if (now.status().code() == Code::kNotFound) return {};
+  if (now.status().code() == Code::kNotFound) return false;
   TENSORMOUNT_RETURN_IF_ERROR(now.status());
-  if (info.etag != claim.etag) return {};
-  return writer.Delete(std::vector<std::string>{claim.path});
+  return info.etag == claim.etag;
 }
 
 }  // namespace tensormount::bucket

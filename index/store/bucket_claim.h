@@ -54,11 +54,17 @@ Result<Claim> TakeForCopy(ObjectWriter& writer, const std::string& store, const 
 // Claims a name for the removal of its checkpoint. `commit`: the bytes of its COMMIT.
 Result<Claim> TakeForRemoval(ObjectWriter& writer, const std::string& store,
                              const std::string& name, const Uuid& uuid, std::string commit);
+// After the removal of COMMIT: puts the claim again if it is gone. (A copy that had just published
+// may have deleted it, on a server without conditions of deletions.)
+Status KeepRemoval(ObjectWriter& writer, const std::string& store, Claim claim);
 // Turns a claim that nobody renewed any more into one for removal. kStale: somebody did renew it.
 Status TakeOverForRemoval(ObjectWriter& writer, Claim& claim);
 // Writes the claim again, so that gc sees that it is in use. kStale: somebody else took it over.
 Status Renew(ObjectWriter& writer, Claim& claim);
+// Deletes the claim, unless somebody else has taken it over.
 Status Release(ObjectWriter& writer, const Claim& claim);
+// Whether the claim is as it was written last.
+Result<bool> IsOurs(ObjectWriter& writer, const Claim& claim);
 
 // "last renewed 3 h ago by host, process 123".
 std::string Describe(const Claim& claim, std::int64_t now);

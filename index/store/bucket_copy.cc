@@ -4,10 +4,13 @@
 #include "index/store/bucket_copy.h"
 
 #include <algorithm>
+#include <ctime>
 #include <map>
 #include <optional>
+#include <thread>
 #include <utility>
 
+#include "base/cancel_scope.h"
 #include "base/coding.h"
 #include "base/counted.h"
 #include "base/errors.h"
@@ -19,10 +22,21 @@ namespace {
 
 // Files that go up at the same time. Each may have up to 64 MiB on its way.
 constexpr int kFilesAtOnce = 4;
-// Gc leaves a claim alone for a day.
-constexpr std::chrono::minutes kRenewAfter{10};
-// COMMIT is not put if the last renewal is older: the process may have been suspended.
-constexpr std::chrono::minutes kFreshClaim{30};
+// Before each object, the claim is written again if the last time is longer ago. It must be less
+// than the grace period of gc: a process that was suspended may have lost the claim.
+constexpr std::chrono::seconds kRenewAfter{20};
+// Before COMMIT is put, the claim is written again if the last time is longer ago.
+constexpr std::chrono::seconds kFreshClaim{5};
+constexpr std::uint64_t kAskForUploads = std::uint64_t{16} << 20;
+constexpr int kCommitTries = 6;
+constexpr std::chrono::milliseconds kBetweenCommits{300};
+
+// Counts while the machine sleeps, too.
+std::chrono::seconds BootTime() {
+  timespec now{};
+  clock_gettime(CLOCK_BOOTTIME, &now);
+  return std::chrono::seconds(now.tv_sec);
+}
 
 }  // namespace
 
@@ -33,8 +47,8 @@ struct BucketTarget::Work {
   const copies::OpenedSource& source;
   const std::string to;  // STORE/NAME
   Claim claim;
-  std::mutex mutex;  // Guards what follows, `out` and `claim`.
-  std::chrono::steady_clock::time_point renewed;
+  std::mutex mutex;                               // Guards what follows, `out` and `claim`.
+  std::chrono::seconds renewed;                   // By BootTime.
   std::map<std::string, ObjectInfo> there;        // Objects of an earlier copy, by path.
   std::map<std::string, std::string> unfinished;  // Ids of its uploads, by path.
   std::vector<std::string> etags;                 // Of each file that is in place.
@@ -49,6 +63,7 @@ struct BucketTarget::Work {
 };
 
 Status BucketTarget::Copy(const copies::CopyRequest& wanted, CopiedCheckpoint& out) {
+  const CancelScope scope(cancel_);
   TENSORMOUNT_RETURN_IF_ERROR(wanted.problem);
   TENSORMOUNT_RETURN_IF_ERROR(CheckName(wanted, out));
   if (out.was_there) return pace_.Done(wanted.bytes);
@@ -60,7 +75,7 @@ Status BucketTarget::Copy(const copies::CopyRequest& wanted, CopiedCheckpoint& o
             .source = source,
             .to = store_.CheckpointPath(wanted.name),
             .claim = std::move(claim),
-            .renewed = std::chrono::steady_clock::now()};
+            .renewed = BootTime()};
   const Status copied = CopySteps(work);
   if (!copied.ok()) {
     if ((copied.code() == Code::kDataLoss || copied.code() == Code::kNotFound) &&
@@ -70,6 +85,7 @@ Status BucketTarget::Copy(const copies::CopyRequest& wanted, CopiedCheckpoint& o
     }
     return copied;
   }
+  EndUploads(work);
   const Status released = Release(writer_, work.claim);
   if (!released.ok()) {
     out.warnings.push_back(work.claim.path +
@@ -82,20 +98,20 @@ Status BucketTarget::Copy(const copies::CopyRequest& wanted, CopiedCheckpoint& o
 
 Status BucketTarget::CopySteps(Work& work) {
   // Another copy may have published since the name was checked.
-  TENSORMOUNT_RETURN_IF_ERROR(CheckName(work.wanted, work.out));
+  const Status free = CheckName(work.wanted, work.out);
+  if (!free.ok() && work.claim.is_new) (void)Release(writer_, work.claim);
+  TENSORMOUNT_RETURN_IF_ERROR(free);
   if (work.out.was_there) return pace_.Done(work.wanted.bytes);
   TENSORMOUNT_RETURN_IF_ERROR(FindEarlier(work));
+  if (work.out.was_there) return pace_.Done(work.wanted.bytes);
   const std::size_t count = work.source.record.files.size();
   work.etags.resize(count);
   struct Nothing {};
   TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Nothing>(
       count, kFilesAtOnce, [&](std::size_t i, Nothing&) { return Place(work, i); }));
-  {
-    const std::lock_guard lock(work.mutex);
-    TENSORMOUNT_RETURN_IF_ERROR(Renew(writer_, work.claim));
-    work.renewed = std::chrono::steady_clock::now();
-  }
   TENSORMOUNT_RETURN_IF_ERROR(CheckAll(work));
+  // If the claim is still ours, nobody may have changed the objects since.
+  TENSORMOUNT_RETURN_IF_ERROR(RenewIfDue(work, std::chrono::seconds(0)));
   TENSORMOUNT_RETURN_IF_ERROR(Publish(work));
   work.Count(&CopiedCheckpoint::files_copied, &CopiedCheckpoint::bytes_copied,
              work.source.commit.size());
@@ -112,17 +128,21 @@ Status BucketTarget::FindEarlier(Work& work) {
                   work.to + ": the name is taken: there are objects that are no checkpoint (" +
                       listing.objects.front().path + ")");
   }
-  std::vector<std::string> foreign;
+  std::vector<ObjectInfo> foreign;
   for (const ObjectInfo& object : listing.objects) {
     const std::string below = object.path.substr(work.to.size() + 1);
+    if (below == store_paths::kCommitFile) return CompareCommit(work);
     const CommitRecord::Entry* const entry = work.source.record.Find(below);
     if (entry != nullptr && entry->length == object.size) {
       work.there[object.path] = object;
     } else {
-      foreign.push_back(object.path);
+      foreign.push_back(object);
     }
   }
-  TENSORMOUNT_RETURN_IF_ERROR(writer_.Delete(foreign));
+  if (!foreign.empty()) {
+    TENSORMOUNT_RETURN_IF_ERROR(RenewIfDue(work, std::chrono::seconds(0)));
+    TENSORMOUNT_RETURN_IF_ERROR(writer_.Delete(foreign));
+  }
   // A server that does not tell: each file begins anew.
   const Result<std::vector<UnfinishedUpload>> unfinished = writer_.Unfinished(work.to);
   if (!unfinished.ok()) return {};
@@ -130,9 +150,35 @@ Status BucketTarget::FindEarlier(Work& work) {
   return {};
 }
 
+// Ends uploads in parts that nobody continues: of an earlier copy, or begun twice because an answer
+// was lost. After the claim is gone nobody would look for them.
+void BucketTarget::EndUploads(Work& work) {
+  const auto unfinished = writer_.Unfinished(work.to);
+  if (!unfinished.ok()) {
+    if (unfinished.status().code() == Code::kUnsupported) return;
+    return work.out.warnings.push_back("unfinished uploads may be left, which take space: " +
+                                       unfinished.status().message());
+  }
+  for (const UnfinishedUpload& upload : unfinished.value()) {
+    const Status aborted = writer_.Abort(upload);
+    if (!aborted.ok()) work.out.warnings.push_back(aborted.message());
+  }
+}
+
+// Another copy has just published under this name.
+Status BucketTarget::CompareCommit(Work& work) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const std::string commit,
+      writer_.Get(JoinPath(work.to, store_paths::kCommitFile), kMaxCommitBytes, nullptr));
+  work.out.was_there = commit == work.source.commit;
+  if (work.out.was_there) return {};
+  return Status(Code::kAlreadyExists, work.to + ": the name was taken during the copy");
+}
+
 // Brings one file into place. Runs on several threads.
 Status BucketTarget::Place(Work& work, std::size_t number) {
-  TENSORMOUNT_RETURN_IF_ERROR(RenewIfDue(work));
+  const CancelScope scope(cancel_);
+  TENSORMOUNT_RETURN_IF_ERROR(RenewIfDue(work, kRenewAfter));
   const CommitRecord::Entry& entry = work.entry(number);
   const std::string to = JoinPath(work.to, entry.name);
   const std::string mark = copies::AlikeKey(entry).ToHex();
@@ -145,7 +191,11 @@ Status BucketTarget::Place(Work& work, std::size_t number) {
       work.Count(&CopiedCheckpoint::files_kept, &CopiedCheckpoint::bytes_kept, entry.length);
       return pace_.Done(entry.length);
     }
-    TENSORMOUNT_RETURN_IF_ERROR(writer_.Delete(std::vector<std::string>{to}));
+    if (info) {
+      // Only while the claim is ours: another copy may have put the right object meanwhile.
+      TENSORMOUNT_RETURN_IF_ERROR(RenewIfDue(work, std::chrono::seconds(0)));
+      TENSORMOUNT_RETURN_IF_ERROR(writer_.Delete(std::vector<ObjectInfo>{*info}));
+    }
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool copied, CopyInBucket(work, number, to));
   if (copied) return pace_.Done(entry.length);
@@ -185,7 +235,11 @@ Status BucketTarget::Send(Work& work, std::size_t number, const std::string& to)
   PutOptions options;
   options.if_absent = !unconditional_;
   options.mark = copies::AlikeKey(entry).ToHex();
-  options.cancel = &pace_.stopped();
+  // A server may tell unfinished uploads of whole keys only.
+  if (!work.claim.is_new && !work.unfinished.contains(to) && entry.length > kAskForUploads) {
+    const auto earlier = writer_.UnfinishedOf(to);
+    if (earlier.ok() && !earlier.value().empty()) options.continued = earlier.value().front().id;
+  }
   if (const auto unfinished = work.unfinished.find(to); unfinished != work.unfinished.end()) {
     options.continued = unfinished->second;
   }
@@ -203,7 +257,7 @@ Status BucketTarget::Send(Work& work, std::size_t number, const std::string& to)
     TENSORMOUNT_RETURN_IF_ERROR(upload->Add(buffer.data(), n));
     at += n;
     TENSORMOUNT_RETURN_IF_ERROR(pace_.Read(n));
-    TENSORMOUNT_RETURN_IF_ERROR(RenewIfDue(work));
+    TENSORMOUNT_RETURN_IF_ERROR(RenewIfDue(work, kRenewAfter));
   }
   TENSORMOUNT_RETURN_IF_ERROR(proof.Finish());
   Result<std::string> etag = upload->Finish();
@@ -244,34 +298,64 @@ Status BucketTarget::CheckAll(Work& work) {
   return {};
 }
 
+// Each request is sent once. Before it is sent again, the claim must still be ours: otherwise an
+// earlier try may have published, the checkpoint been removed, and its objects deleted.
 Status BucketTarget::Publish(Work& work) {
-  if (std::chrono::steady_clock::now() - work.renewed > kFreshClaim) {
-    return Status(Code::kStale, work.to + ": the copy stood still for too long");
-  }
   const std::string path = JoinPath(work.to, store_paths::kCommitFile);
-  const Status put = writer_.Put(path, work.source.commit, {.if_absent = !unconditional_}).status();
-  if (put.ok()) return {};
-  // An earlier try may have succeeded, and its answer been lost; or another copy of the same
-  // checkpoint was first.
-  const Result<std::string> now = writer_.Get(path, kMaxCommitBytes, nullptr);
-  if (now.ok() && now.value() == work.source.commit) return {};
-  if (now.ok()) {
-    return Status(Code::kAlreadyExists, work.to + ": the name was taken during the copy");
+  Status put;
+  for (int turn = 0; turn < kCommitTries; ++turn) {
+    if (turn > 0) std::this_thread::sleep_for(kBetweenCommits * turn);
+    put = RenewIfDue(work, std::chrono::seconds(turn > 0 ? 0 : kFreshClaim.count()));
+    if (!put.ok()) break;
+    const Result<std::string> etag =
+        writer_.Put(path, work.source.commit, {.if_absent = !unconditional_, .once = true});
+    put = etag.status();
+    if (put.code() == Code::kAlreadyExists) {
+      // By an earlier try, whose answer was lost, or by another copy of the same checkpoint.
+      const Result<std::string> now = writer_.Get(path, kMaxCommitBytes, nullptr);
+      if (now.ok() && now.value() == work.source.commit) return {};
+      if (now.ok()) {
+        return Status(Code::kAlreadyExists, work.to + ": the name was taken during the copy");
+      }
+    }
+    if (put.ok()) return CheckPublished(work, path, etag.value());
+    if (put.code() == Code::kPermissionDenied || put.code() == Code::kUnsupported) return put;
   }
-  // The server has answered that it refuses: nothing can come of the put any more.
-  const bool refused = put.code() == Code::kPermissionDenied || put.code() == Code::kUnsupported;
-  if (refused && now.status().code() == Code::kNotFound) return put;
   return Status(Code::kUnknown, "cannot tell whether " + work.to + " was published: " +
                                     put.message() + "; the same copy again finds out");
 }
 
-// So that gc takes the copy for a running one.
-Status BucketTarget::RenewIfDue(Work& work) {
+// After the put of COMMIT: if the claim is not ours any more, the request may have taken so long
+// that the objects were deleted meanwhile.
+Status BucketTarget::CheckPublished(Work& work, const std::string& path, const std::string& etag) {
+  const Result<bool> ours = IsOurs(writer_, work.claim);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ObjectInfo> commit, writer_.InfoOf(path));
+  if (!commit && ours.ok() && ours.value()) {
+    return Status(Code::kUnknown, path + ": was put, but is not there");
+  }
+  if (ours.ok() && ours.value()) return {};
+  const Status whole = CheckAll(work);
+  if (whole.ok()) return {};
+  if (whole.code() == Code::kStale) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        writer_.Delete(std::vector<ObjectInfo>{{.path = path, .etag = etag}}));
+  }
+  return whole;
+}
+
+// So that gc takes the copy for a running one; fails if somebody else has taken the claim over.
+Status BucketTarget::RenewIfDue(Work& work, std::chrono::seconds after) {
   const std::lock_guard lock(work.mutex);
-  const auto now = std::chrono::steady_clock::now();
-  if (now - work.renewed < kRenewAfter) return {};
-  work.renewed = now;
-  return Renew(writer_, work.claim);
+  if (BootTime() - work.renewed < after) return {};
+  const Status renewed = Renew(writer_, work.claim);
+  if (renewed.code() == Code::kStale) {
+    return Status(Code::kBusy, work.to +
+                                   ": another copy of this checkpoint has begun, or gc took "
+                                   "this one for an interrupted one; this one ends");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(renewed);
+  work.renewed = BootTime();
+  return {};
 }
 
 }  // namespace tensormount::bucket

@@ -21,7 +21,10 @@ namespace tensormount::bucket {
 class BucketTarget : public copies::CopyTarget {
  public:
   BucketTarget(ObjectWriter& writer, const Store& store, const CopyOptions& options)
-      : CopyTarget(store, options), writer_(writer), unconditional_(options.unconditional) {}
+      : CopyTarget(store, options),
+        writer_(writer),
+        unconditional_(options.unconditional),
+        cancel_(options.cancel) {}
 
   Status Copy(const copies::CopyRequest& wanted, CopiedCheckpoint& out) override;
 
@@ -29,15 +32,19 @@ class BucketTarget : public copies::CopyTarget {
   struct Work;
   Status CopySteps(Work& work);
   Status FindEarlier(Work& work);
+  Status CompareCommit(Work& work);
   Status Place(Work& work, std::size_t number);
   Status Send(Work& work, std::size_t number, const std::string& to);
   Result<bool> CopyInBucket(Work& work, std::size_t number, const std::string& to);
   Status CheckAll(Work& work);
   Status Publish(Work& work);
-  Status RenewIfDue(Work& work);
+  Status CheckPublished(Work& work, const std::string& path, const std::string& etag);
+  void EndUploads(Work& work);
+  Status RenewIfDue(Work& work, std::chrono::seconds after);
 
   ObjectWriter& writer_;
   const bool unconditional_;
+  const std::atomic<bool>* const cancel_;
 };
 
 }  // namespace tensormount::bucket

@@ -154,8 +154,12 @@ Result<std::vector<CopyRequest>> FindSources(const std::vector<std::string>& sou
       names.push_back(parts.name);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(store.value().path()));
-    if (&fs == &to && target.ok() && target.value().device == info.device &&
-        target.value().inode == info.inode) {
+    // Objects have no inodes.
+    const bool same_folder = target.ok() && info.inode != 0 &&
+                             target.value().device == info.device &&
+                             target.value().inode == info.inode;
+    if (&fs == &to &&
+        (same_folder || store.value().path() == WithoutTrailingSlashes(destination))) {
       return InvalidArgument(destination + ": is the store of the source " + text +
                              "; choose another destination");
     }

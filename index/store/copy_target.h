@@ -38,8 +38,6 @@ class CopyPace {
   Status Done(std::uint64_t bytes);
   // Size of a read; smaller than 1 MiB if the rate limit is low.
   std::size_t Block() const;
-  // Set once the watch has ended the copy.
-  const std::atomic<bool>& stopped() const { return stopped_; }
 
  private:
   Status ReportProgress();

@@ -3,13 +3,14 @@
 #include "index/store/drain.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "base/errors.h"
+#include "base/cancel_scope.h"
 #include "base/file_system_for.h"
 #include "index/store/copy.h"
 #include "index/store/retention.h"
@@ -26,22 +27,24 @@ constexpr std::chrono::seconds kLongestPause{60};
 // Age of a directory's change time from which on another change gets another time.
 constexpr std::int64_t kSettled = 2;
 
+// What is in the way of one checkpoint is in the way of all.
+bool ConcernsAll(const Status& status) {
+  return status.code() == Code::kUnavailable || status.code() == Code::kDeadlineExceeded ||
+         status.code() == Code::kResourceExhausted;
+}
+
+// Failures of one checkpoint that a later try may not meet.
 bool MayPass(const Status& status) {
   switch (status.code()) {
-    case Code::kUnavailable:
-    case Code::kDeadlineExceeded:
-    case Code::kResourceExhausted:
     case Code::kPermissionDenied:
     case Code::kBusy:
     case Code::kUnknown:
+    case Code::kStale:     // Somebody else changed the destination.
+    case Code::kNotFound:  // Its bucket.
       return true;
     default:
-      return false;
+      return ConcernsAll(status);
   }
-}
-
-bool WasRemoved(const Status& status) {
-  return status.code() == Code::kNotFound || status.code() == Code::kStale;
 }
 
 class Drain {
@@ -50,20 +53,24 @@ class Drain {
         const DrainOptions& options)
       : from_(from),
         source_(std::move(source)),
+        to_(to),
+        destination_(destination),
         job_(to, destination, options.copy),
         options_(options) {}
 
   Status Run() {
     std::chrono::seconds wait{0};
+    if (options_.retain) Prune(Uuid());  // Frees what an earlier drain had to leave.
     for (;;) {
       const Status round = Round();
-      if (round.code() == Code::kCancelled || (!round.ok() && !MayPass(round))) return round;
+      if (round.code() == Code::kCancelled || (!round.ok() && !ConcernsAll(round))) return round;
       if (round.ok()) {
         wait = std::chrono::seconds(0);
+        if (later_.empty() && options_.caught_up) options_.caught_up();
         TENSORMOUNT_RETURN_IF_ERROR(Sleep(from_.Can(Ability::kStamps) ? kLook : kFarLook));
         continue;
       }
-      wait = std::clamp(wait * 2, std::chrono::seconds(1), kLongestPause);
+      wait = Longer(wait);
       stamp_.reset();
       if (options_.waiting) options_.waiting(round, wait);
       TENSORMOUNT_RETURN_IF_ERROR(Sleep(wait));
@@ -71,12 +78,23 @@ class Drain {
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  // A checkpoint that is tried again.
+  struct Later {
+    std::chrono::seconds wait{0};
+    Clock::time_point when;
+  };
+
+  static std::chrono::seconds Longer(std::chrono::seconds wait) {
+    return std::clamp(wait * 2, std::chrono::seconds(1), kLongestPause);
+  }
+
   Status Sleep(std::chrono::milliseconds time) {
-    const auto end = std::chrono::steady_clock::now() + time;
+    const auto end = Clock::now() + time;
     do {
       if (options_.copy.watch) TENSORMOUNT_RETURN_IF_ERROR(options_.copy.watch(0, 0));
       from_.SleepFor(std::min(time, kNap));
-    } while (std::chrono::steady_clock::now() < end);
+    } while (Clock::now() < end);
     return {};
   }
 
@@ -95,27 +113,77 @@ class Drain {
     return true;
   }
 
-  // Copies what is new.
+  // Copies what is new, or to be tried again. Fails with what concerns all checkpoints, or ends the
+  // drain.
   Status Round() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool look, MayHaveChanged());
-    if (!look) return {};
+    const auto now = Clock::now();
+    const bool due = std::any_of(later_.begin(), later_.end(),
+                                 [&](const auto& one) { return one.second.when <= now; });
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool changed, MayHaveChanged());
+    if (!changed && !due) return {};
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<CheckpointListing> all, source_.List());
     std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) {
       return std::tie(a.generation, a.uuid) < std::tie(b.generation, b.uuid);
     });
-    Status first;
+    std::erase_if(all, [&](const CheckpointListing& one) {
+      return one.state == CheckpointListing::State::kNoCheckpoint || seen_.contains(KeyOf(one));
+    });
+    LeaveOutByRules(all);
+    std::map<std::string, Later> before = std::exchange(later_, {});
     for (const CheckpointListing& one : all) {
-      if (one.state == CheckpointListing::State::kNoCheckpoint || seen_.contains(KeyOf(one))) {
+      const auto again = before.find(KeyOf(one));
+      if (again != before.end() && again->second.when > now) {
+        later_.insert(*again);
         continue;
       }
       const Status status = CopyOne(one);
-      if (status.code() == Code::kCancelled) return status;
-      if (!status.ok() && first.ok()) first = status;
-      if (!status.ok() && !MayPass(status)) return status;
-      // What is in the way of one may be in the way of all.
-      if (!status.ok() && status.code() != Code::kBusy) break;
+      if (status.ok()) continue;
+      if (status.code() == Code::kCancelled || ConcernsAll(status) || !MayPass(status)) {
+        return status;
+      }
+      Later& next = later_[KeyOf(one)];
+      if (again != before.end()) next.wait = again->second.wait;
+      next.wait = Longer(next.wait);
+      next.when = Clock::now() + next.wait;
+      if (options_.waiting) options_.waiting(status, next.wait);
     }
-    return first;
+    return {};
+  }
+
+  // Removes from `all` those that the rules would remove at once, so that a drain that begins again
+  // does not copy what earlier ones have pruned. Rules by hours and by metrics say that only of
+  // what the store has.
+  void LeaveOutByRules(std::vector<CheckpointListing>& all) {
+    if (!options_.retain || all.empty() || options_.retain->of_store ||
+        retention::NeedsOpening(*options_.retain)) {
+      return;
+    }
+    const Result<Store> store = Store::Open(to_, destination_);
+    Result<std::vector<CheckpointListing>> there = std::vector<CheckpointListing>();
+    if (store.ok()) there = store.value().List();
+    if (!there.ok() || (!store.ok() && store.status().code() != Code::kNotFound)) return;
+    std::vector<retention::Candidate> candidates;
+    std::set<Uuid> known;
+    for (const std::vector<CheckpointListing>* list :
+         {&std::as_const(there).value(), &std::as_const(all)}) {
+      for (const CheckpointListing& one : *list) {
+        if (!one.problem.ok() || !known.insert(one.uuid).second) continue;
+        retention::Candidate& candidate = candidates.emplace_back();
+        candidate.name = one.name;
+        candidate.uuid = one.uuid;
+        candidate.generation = one.generation;
+        candidate.derived = one.derived;
+      }
+    }
+    std::set<std::string> gone;
+    for (const auto& decision : retention::Decide(*options_.retain, std::move(candidates))) {
+      if (!decision.kept) gone.insert(decision.uuid);
+    }
+    std::erase_if(all, [&](const CheckpointListing& one) {
+      const bool out = one.problem.ok() && gone.contains(one.uuid.ToString());
+      if (out) seen_.insert(KeyOf(one));
+      return out;
+    });
   }
 
   static std::string KeyOf(const CheckpointListing& one) {
@@ -131,34 +199,50 @@ class Drain {
       copied.status = report.status();
     }
     const Status& status = copied.status;
-    if (status.code() == Code::kCancelled || MayPass(status)) return status;
+    if (status.code() == Code::kCancelled) return status;
+    // A checkpoint that is not there any more need not be copied.
+    if (!status.ok() &&
+        from_.LinkStat(source_.CheckpointPath(one.name)).status().code() == Code::kNotFound) {
+      return from_.Stat(source_.path()).status();
+    }
+    if (MayPass(status)) return status;
     // Nothing was copied yet: it may be that nothing can be.
     const bool fatal = status.code() == Code::kUnsupported ||
                        status.code() == Code::kInvalidArgument || status.code() == Code::kReadOnly;
     if (fatal && !any_) return status;
     seen_.insert(KeyOf(one));
-    if (WasRemoved(status)) return {};
     any_ = any_ || status.ok();
     if (options_.copied) options_.copied(job_.store()->path(), copied);
-    return status.ok() && !copied.was_there ? Prune() : Status();
+    if (status.ok() && !copied.was_there && options_.retain) Prune(one.uuid);
+    return {};
   }
 
-  Status Prune() {
-    if (!options_.retain) return {};
+  // `saved`: the checkpoint that was just copied, which stays. A failure does not end the drain.
+  void Prune(const Uuid& saved) {
+    const Result<Store> store = Store::Open(to_, destination_);
+    if (store.status().code() == Code::kNotFound) return;
     PruneOptions options;
     options.rules = *options_.retain;
-    const Result<PruneReport> pruned = retention::Prune(job_.store()->fs(), *job_.store(), options);
-    TENSORMOUNT_RETURN_IF_ERROR(pruned.status());
-    if (options_.pruned) options_.pruned(pruned.value());
-    return {};
+    const Result<PruneReport> pruned =
+        store.ok()
+            ? retention::Prune(to_, store.value(), options, retention::PruneContext{.saved = saved})
+            : Result<PruneReport>(store.status());
+    if (!pruned.ok()) {
+      if (options_.not_pruned) options_.not_pruned(pruned.status());
+    } else if (options_.pruned) {
+      options_.pruned(pruned.value());
+    }
   }
 
   FileSystem& from_;
   const Store source_;
+  FileSystem& to_;
+  const std::string destination_;
   CopyJob job_;
   const DrainOptions& options_;
   std::optional<std::pair<std::int64_t, std::int64_t>> stamp_;
   std::set<std::string> seen_;  // Copied, or left out for good.
+  std::map<std::string, Later> later_;
   bool any_ = false;
 };
 
@@ -170,6 +254,7 @@ Status DrainStore(const std::string& source, const std::string& destination,
   TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const to, FileSystemFor(destination));
   if (options.retain) TENSORMOUNT_RETURN_IF_ERROR(retention::CheckRules(*options.retain));
   TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(*from, source));
+  const CancelScope scope(options.copy.cancel);
   return Drain(*from, std::move(store), *to, destination, options).Run();
 }
 

@@ -145,14 +145,8 @@ Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* ent
   TENSORMOUNT_RETURN_IF_ERROR(CheckChangeable());
   const std::string directory = CheckpointPath(name);
   if (fs_->object_writer() != nullptr) {
-    Uuid uuid;
-    if (only == nullptr) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit,
-                                   store_moves::ReadCommit(*fs_, directory));
-      uuid = commit.record.uuid;
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        *entry, bucket::MoveAway(*fs_, path_, std::string(name), only != nullptr ? *only : uuid));
+    const std::optional<Uuid> wanted = only != nullptr ? std::optional(*only) : std::nullopt;
+    TENSORMOUNT_ASSIGN_OR_RETURN(*entry, bucket::MoveAway(*fs_, path_, std::string(name), wanted));
     return {};
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, CheckExists(name));

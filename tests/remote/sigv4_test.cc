@@ -39,6 +39,18 @@ TEST(Sha256Test, EveryLengthAroundABlock) {
   }
 }
 
+TEST(Sha256Test, InstructionsGiveTheSame) {
+  std::string text;
+  for (int i = 0; i < 1000; ++i) {
+    EXPECT_EQ(Sha256(text), Sha256Portable(text)) << i;
+    text += static_cast<char>(i * 37 + i / 256);
+  }
+}
+
+TEST(Sha256Test, Base64PadsTheLastByte) {
+  EXPECT_EQ(Base64(Sha256("")), "47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=");
+}
+
 TEST(HmacSha256Test, HasTheValuesOfRfc4231) {
   EXPECT_EQ(Hexadecimal(HmacSha256("Jefe", "what do ya want for nothing?")),
             "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");

@@ -25,6 +25,7 @@ class Writes:
     def __init__(self, server):
         self.server = server
         self.conditional = True  # Whether it knows If-None-Match and If-Match of puts; "refused": it answers 501.
+        self.ignores = set()  # Conditions that it does not know, such as "If-Match".
         self.conditional_parts = True  # The same for the end of an upload in parts.
         self.checksums = True  # Whether it keeps and tells the SHA-256 of parts.
         self.lists_uploads = True
@@ -41,7 +42,7 @@ class Writes:
         given = {name: unquote(value) for name, _, value in (pair.partition("=") for pair in query.split("&") if pair)}
         bucket, _, key = path.lstrip("/").partition("/")
         if not (self.server.folder / bucket).is_dir():
-            return None
+            return self._error(404, "NoSuchBucket")
         with self.lock:
             if method == "GET" and "uploads" in given:
                 return self._list_uploads(bucket, given)
@@ -58,6 +59,8 @@ class Writes:
                 return Answer(204) if found else self._error(404, "NoSuchUpload")
             if method == "DELETE":
                 file = self.server.folder / path.lstrip("/")
+                if file.is_file() and (refused := self._refused(path, headers)):
+                    return refused
                 if file.is_file():
                     file.unlink()
                 self.meta.pop(path, None)
@@ -70,8 +73,8 @@ class Writes:
         with self.lock:
             return dict(self.meta.get(path, {}))
 
-    def _error(self, code, name):
-        return self.server._error(code, name, f"stand-in: {name}")
+    def _error(self, code, name, of=""):
+        return self.server._error(code, name, f"stand-in: {name} {of}")
 
     def _refused(self, path, headers, known=True):
         """The answer if a condition of a put does not hold."""
@@ -80,10 +83,10 @@ class Writes:
         conditions = [name for name in ("If-None-Match", "If-Match") if name in headers]
         if conditions and self.conditional == "refused":
             return self._error(501, "NotImplemented")
-        if not conditions or not self.conditional or not known:
+        if not conditions or not self.conditional or not known or conditions[0] in self.ignores:
             return None
         if headers.get("If-None-Match") == "*" and file.is_file():
-            return self._error(412, "PreconditionFailed")
+            return self._error(412, "PreconditionFailed", "If-None-Match")
         if "If-Match" in headers:
             if not file.is_file():
                 return self._error(404, "NoSuchKey")

@@ -118,7 +118,7 @@ export st/step-1 m.safetensors --to safetensors | m.safetensors
 export st/step-1 nodir/out --to npy | nodir | No such file
 export st/step-1 out --to npy --hf-part-size 1GB | --hf-part-size and --hf-rules require --to hf
 export st/step-1 out --to hf --hf-part-size many | many
-export st/step-1 s3://x/y --to npy | s3://x/y: storage behind a URL is read-only
+export st/step-1 https://x/y --to npy | https://x/y: storage behind a URL is read-only
 export nothere out --to npy | nothere: no such file or directory
 adopt m.safetensors st/step-1 | st/step-1
 adopt m.safetensors bare | adopt bare: the path must be STORE/NAME

@@ -17,6 +17,13 @@ from object_server import action, reset, status
 from remote_buckets_test import Bucket
 from remote_sources import DATA, linked, setUpModule  # noqa: F401
 
+@action
+def unquoted(answer):
+    """As Ceph ends an upload in parts."""
+    if b"<CompleteMultipartUploadResult>" in answer.body:
+        answer.body = answer.body.replace(b"&#34;", b"")
+
+
 DAY = 86400
 TO = "s3://bucket/runs/STORE"
 
@@ -124,6 +131,8 @@ class Copies(Writes):
                 child = self.start("copy", DATA / "STORE/step-1", TO)
                 child.wait(20)
                 child.communicate()
+                while last not in {r.number for r in self.server.requests}:  # It is carried out all the same.
+                    time.sleep(0.001)
                 self.server.fault = lambda *_: None
                 there = (self.stored / "step-1" / "COMMIT").exists()
                 seen.add(there)
@@ -133,7 +142,9 @@ class Copies(Writes):
                 self.assert_whole()
                 if not there:
                     self.assertEqual(self.leftovers(), ([], 0), (last, after))
+                self.server.bucket.older = -100  # Beside a COMMIT a claim may be in use for a minute.
                 self.run_tool("gc", TO)
+                self.server.bucket.older = 0
                 self.assertEqual(self.leftovers(), ([], 0), (last, after))
         self.assertEqual(seen, {False, True})
 
@@ -187,7 +198,9 @@ class Copies(Writes):
             self.copy(DATA / "STORE", to=f"{TO}{turn}", timeout=60)
             self.server.fault = lambda *_: None
             self.assert_whole("step-2", DATA / "STORE/step-2", self.folder / f"bucket/runs/STORE{turn}")
+            self.server.bucket.older = -100
             self.run_tool("gc", f"{TO}{turn}")
+            self.server.bucket.older = 0
             self.assertEqual([p.name for p in (self.folder / f"bucket/runs/STORE{turn}/.claims").iterdir()], [])
         self.assertGreater(sum(self.server.faults().values()), 8)
 
@@ -215,8 +228,9 @@ class Copies(Writes):
             self.assert_whole()
 
     def test_servers_without_conditions_are_refused(self):
-        for how, text in ((False, "ignores"), ("refused", "refuses")):
-            self.server.bucket.conditional = how
+        for how, ignored, text in ((False, (), "ignores"), ("refused", (), "refuses"), (True, ("If-Match",), "ignores"),
+                                   (True, ("If-None-Match",), "ignores")):
+            self.server.bucket.conditional, self.server.bucket.ignores = how, set(ignored)
             result = self.copy(DATA / "STORE/step-1", expect=2)
             self.assertIn(f"the server {text}", result.stderr)
             self.assertIn("--unconditional", result.stderr)
@@ -244,8 +258,8 @@ class Copies(Writes):
 
     def test_objects_that_change_during_the_copy(self):
         def fault(number, path, range):
-            # The claim is written a last time before the check.
-            if path.endswith(".claims/step-1") and (self.stored / "step-1/manifest/r1.tmm").exists():
+            # The last listing comes after all objects.
+            if path == "/bucket/" and (self.stored / "step-1/manifest/r1.tmm").exists():
                 (self.stored / "step-1/manifest/r1.tmm").write_bytes(b"x")
         self.server.fault = fault
         self.assertIn("STALE", self.copy(DATA / "STORE/step-1", expect=2).stderr)
@@ -253,6 +267,35 @@ class Copies(Writes):
         self.assertFalse((self.stored / "step-1/COMMIT").exists())
         self.copy(DATA / "STORE/step-1")
         self.assert_whole()
+
+    def test_a_commit_that_appears_during_the_copy_stays(self):
+        # Another copy of the same checkpoint publishes between the look for COMMIT and the listing.
+        self.copy(DATA / "STORE/step-1")
+        commit = (self.stored / "step-1/COMMIT").read_bytes()
+        (self.stored / "step-1/COMMIT").unlink()
+        claim = {"format": "tensormount-claim", "version": 1, "for": "copy", "by": "x",
+                 "uuid": self.run_tool("ls", DATA / "STORE").stdout.split()[3]}
+        (self.stored / ".claims/step-1").write_text(json.dumps(claim) + "\n")
+
+        def fault(number, path, range):
+            if self.server.requests and "encoding-type=url&list-type=2" == self.server.requests[-1].query[:29]:
+                return
+            if path == "/bucket/" and sum(r.method == "PUT" for r in self.server.requests) >= 3:
+                (self.stored / "step-1/COMMIT").write_bytes(commit)
+        self.server.fault = fault
+        self.copy(DATA / "STORE/step-1", expect=None)
+        self.server.fault = lambda *_: None
+        self.assertEqual((self.stored / "step-1/COMMIT").read_bytes(), commit)
+
+    def test_etags_without_quotes(self):
+        source = self.large()
+
+        def fault(number, path, range):
+            return unquoted()
+        self.server.fault = fault
+        self.copy(source)
+        self.server.fault = lambda *_: None
+        self.assert_whole(source=source)
 
     def test_damaged_source(self):
         source = self.dir / "S"
@@ -295,6 +338,31 @@ class Copies(Writes):
         self.copy(DATA / "STORE")
         self.assert_whole("step-2", DATA / "STORE/step-2")
 
+    def test_signals_are_seen_while_the_server_is_silent(self):
+        self.server.fault = lambda number, path, range: object_server.delay(8) if path.endswith("r1.tmm") else None
+        child = self.start("copy", DATA / "STORE", TO)
+        while not any(r.path.endswith("r0.tmm") for r in self.server.requests):
+            time.sleep(0.01)
+        begin = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=7)
+        self.assertEqual(child.returncode, 128 + signal.SIGTERM)
+        self.assertLess(time.monotonic() - begin, 7)
+
+    def test_unsigned_requests_prove_their_bytes(self):
+        self.server.public = True
+        self.copy(DATA / "STORE/step-1", env={"AWS_ENDPOINT_URL": self.server.url, "AWS_NO_SIGN_REQUEST": "1"})
+        self.assert_whole()
+        puts = [r for r in self.server.requests if r.method == "PUT" and r.body]
+        self.assertTrue(all("x-amz-checksum-sha256" in r.headers for r in puts))
+
+    def test_from_bucket_to_bucket(self):
+        self.copy(DATA / "STORE")
+        for turn in range(2):
+            self.run_tool("copy", TO, "s3://bucket/OTHER")
+        self.assert_whole("step-2", DATA / "STORE/step-2", self.folder / "bucket/OTHER")
+        self.assertIn("is the store of the source", self.run_tool("copy", f"{TO}/step-1", TO + "/", expect=2).stderr)
+
     def test_names_with_special_characters(self):
         name = "step 1+é%41&#?"
         store = self.dir / "S"
@@ -303,14 +371,46 @@ class Copies(Writes):
         self.assert_whole(name, store / name)
         self.assertIn("no difference", self.run_tool("diff", f"{TO}/{name}", DATA / "m.safetensors").stdout)
 
-    def test_saves_and_exports_into_buckets_are_refused(self):
+    def test_destinations_that_cannot_be_written_are_refused(self):
         for args in (("import", DATA / "m.safetensors", f"{TO}/x"),
                      ("copy", DATA / "STORE", f"{self.server.url}/bucket/x"),
-                     ("export", DATA / "STORE/step-1", "s3://bucket/x", "--to", "safetensors")):
+                     ("export", DATA / "STORE/step-1", "s3://bucket/x", "--to", "dcp"),
+                     ("export", DATA / "STORE/step-1", f"{self.server.url}/x", "--to", "safetensors")):
             result = self.run_tool(*args, expect=2)
             self.assertRegex(result.stderr, "UNSUPPORTED|READ_ONLY")
         self.assertFalse(self.stored.exists())
         self.assertIn("INVALID_ARGUMENT", self.copy(DATA / "STORE", to="s3://bucket/a/../b", expect=2).stderr)
+
+
+    def test_doctor_says_whether_copies_are_possible(self):
+        for how, text in ((True, "yes copies to it: possible"), (False, "no  copies to it: the server ignores"),
+                          ("refused", "no  copies to it: UNSUPPORTED")):
+            self.server.bucket.conditional = how
+            self.assertIn(text, self.run_tool("doctor", "s3://bucket/STORE", expect=None).stdout)
+        self.assertFalse([p for p in self.folder.rglob("*") if "doctor" in p.name])
+
+
+    def test_answers_that_are_lost_for_long(self):
+        # COMMIT was put and its answer lost; before it is put again, the checkpoint is removed and gc has been.
+        self.copy(DATA / "STORE/step-2")
+        taken = []
+
+        def fault(number, path, range):
+            if path.endswith("step-1/COMMIT") and self.server.requests[-1].method == "GET" and not taken and (
+                    self.stored / "step-1/manifest/r1.tmm").exists() and "prefix" not in self.server.requests[-1].query:
+                taken.append(number)
+                return status(503)
+        self.server.fault = fault
+        child = self.start("copy", DATA / "STORE/step-1", TO)
+        while not (self.stored / "step-1/COMMIT").exists() and child.poll() is None:
+            time.sleep(0.002)
+        self.run_tool("rm", f"{TO}/step-1", expect=None)
+        self.run_tool("gc", TO, "--grace", "0", expect=None)
+        child.communicate(timeout=30)
+        self.server.fault = lambda *_: None
+        if (self.stored / "step-1/COMMIT").exists():
+            self.run_tool("verify", f"{TO}/step-1")
+        self.run_tool("verify", f"{TO}/step-2")
 
 
 class Removal(Writes):
@@ -336,6 +436,27 @@ class Removal(Writes):
         self.assert_whole()
         self.copy(DATA / "STORE/step-2")
         self.assert_whole("step-2", DATA / "STORE/step-2")
+
+    def test_damaged_commit_can_be_removed(self):
+        (self.stored / "step-1/COMMIT").write_bytes(b"x" * 100)
+        self.run_tool("rm", f"{TO}/step-1")
+        self.run_tool("gc", TO, "--grace", "0")
+        self.assertFalse([p for p in (self.stored / "step-1").rglob("*") if p.is_file()])
+
+    def test_without_permission_to_delete(self):
+        self.server.fault = lambda number, path, range: status(403) if path.endswith("step-1/COMMIT") and (
+            self.stored / ".claims/step-1").exists() else None
+        self.run_tool("rm", f"{TO}/step-1", expect=2)
+        self.server.fault = lambda *_: None
+
+    def test_stray_claims_delete_nothing(self):
+        text = json.dumps({"format": "tensormount-claim", "version": 1, "uuid": "0" * 31 + "1", "for": "removal"})
+        for name in ("x/y", ".trash"):
+            for path, data in ((f".claims/{name}", text + "\n"), (f"{name}/data/mine", "mine")):
+                (self.stored / path).parent.mkdir(parents=True, exist_ok=True)
+                (self.stored / path).write_text(data)
+        self.run_tool("gc", TO, "--grace", "0", "--staging-age", "0")
+        self.assertTrue((self.stored / "x/y/data/mine").exists() and (self.stored / ".trash/data/mine").exists())
 
     def test_prune(self):
         self.assertIn("would remove step-1", self.run_tool("prune", TO, "--keep-last", "1", "--dry-run").stdout)
@@ -422,6 +543,45 @@ class Removal(Writes):
         self.assertTrue(list((self.stored / "step-1").rglob("*.tmm")))
 
 
+class Exports(Writes):
+    def exported(self, to, *more, **options):
+        return self.run_tool("export", DATA / "BIG/step-1", to, *more, **options)
+
+    def test_one_file(self):
+        self.exported("s3://bucket/x/m.safetensors", "--to", "safetensors")
+        self.exported(self.dir / "m.safetensors", "--to", "safetensors")
+        self.assertTrue(filecmp.cmp(self.folder / "bucket/x/m.safetensors", self.dir / "m.safetensors", shallow=False))
+        self.assertIn("ALREADY_EXISTS", self.exported("s3://bucket/x/m.safetensors", "--to", "safetensors", expect=2).stderr)
+        self.exported("s3://bucket/x/m.safetensors", "--to", "safetensors", "--if-exists", "replace")
+        self.assertEqual(self.leftovers(), ([], 0))
+
+    def test_directories(self):
+        for form in ("hf", "npy", "zarr"):
+            more = ("--hf-part-size", "30MB") if form == "hf" else ()
+            self.exported(f"s3://bucket/x/{form}", "--to", form, "--ranks", "3", *more)
+            self.exported(self.dir / form, "--to", form, *more)
+            there, here = self.folder / "bucket/x" / form, self.dir / form
+            files = {str(p.relative_to(here)) for p in here.rglob("*") if p.is_file()}
+            self.assertEqual({str(p.relative_to(there)) for p in there.rglob("*") if p.is_file()}, files)
+            self.assertEqual(filecmp.cmpfiles(here, there, files, shallow=False)[1:], ([], []))
+        puts = [r.path for r in self.server.requests if r.method == "PUT" and "/hf/" in r.path]
+        self.assertTrue(puts[-1].endswith("model.safetensors.index.json"))
+        self.assertIn("ALREADY_EXISTS", self.exported("s3://bucket/x/hf", "--to", "hf", expect=2).stderr)
+
+    def test_failures_leave_nothing(self):
+        failed = []
+
+        def fault(number, path, range):
+            if "00002-of" in path and not failed:
+                failed.append(number)
+                return status(403)
+        self.server.fault = fault
+        result = self.exported("s3://bucket/x/hf", "--to", "hf", "--hf-part-size", "30MB", "--ranks", "2", expect=2)
+        self.assertIn("PERMISSION_DENIED", result.stderr)
+        self.assertFalse([p for p in (self.folder / "bucket/x").rglob("*") if p.is_file()])
+        self.assertEqual(self.leftovers(), ([], 0))
+
+
 class Drains(Writes):
     def wait_for(self, what, child, seconds=20):
         end = time.monotonic() + seconds
@@ -461,6 +621,52 @@ class Drains(Writes):
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=20)
         self.assertIn("next try in", err)
+
+    def test_a_missing_bucket_and_changes_by_others_are_told(self):
+        store = self.dir / "S"
+        self.import_step(DATA / "m.safetensors", store / "step-1")
+        child = self.start("copy", store, "s3://nothing/STORE", "--drain")
+        self.wait_for(lambda: len(self.server.requests) > 10, child)
+        child.send_signal(signal.SIGTERM)
+        _, err = child.communicate(timeout=20)
+        self.assertEqual(child.returncode, 128 + signal.SIGTERM)
+        self.assertIn("NoSuchBucket", err)
+        # An object that somebody deletes before the check: the next try puts it again.
+        deleted = []
+
+        def fault(number, path, range):
+            if not deleted and path == "/bucket/" and (self.stored / "step-1/manifest/r1.tmm").exists():
+                deleted.append((self.stored / "step-1/manifest/r1.tmm").unlink())
+        self.server.fault = fault
+        child = self.start("copy", store, TO, "--drain")
+        self.wait_for(lambda: self.published("step-1"), child)
+        self.assertTrue(deleted)
+        self.assert_whole("step-1", store / "step-1")
+
+    def test_a_restart_copies_nothing_that_was_pruned(self):
+        store = self.dir / "S"
+        for n in range(1, 5):
+            self.import_step(DATA / "m.safetensors", store / f"step-{n}", "--reuse", "off")
+        for turn in range(2):
+            self.server.forget()
+            child = self.start("copy", store, TO, "--drain", "--retain", "last=2")
+            self.wait_for(lambda: self.published("step-4"), child)
+            time.sleep(0.5)
+            child.send_signal(signal.SIGTERM)
+            child.communicate(timeout=20)
+            self.assertEqual(child.returncode, 0)
+            names = {r.path.split("/")[4] for r in self.server.requests if r.path.endswith("/COMMIT") and r.method == "PUT"}
+            self.assertEqual(names, [{"step-3", "step-4"}, set()][turn])
+
+    def test_one_that_cannot_be_copied_does_not_hold_the_others_up(self):
+        store = self.dir / "S"
+        self.import_step(DATA / "m.safetensors", store / "step-1")
+        self.import_step(DATA / "other.safetensors", store / "step-2")
+        self.server.fault = lambda number, path, range: status(403) if "step-1" in path else None
+        child = self.start("copy", store, TO, "--drain")
+        self.wait_for(lambda: self.published("step-2"), child)
+        self.server.fault = lambda *_: None
+        self.wait_for(lambda: self.published("step-1"), child)
 
     def test_to_a_directory(self):
         store, to = self.dir / "S", self.dir / "T"
