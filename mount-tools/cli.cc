@@ -17,6 +17,7 @@
 #include <CLI/CLI.hpp>
 #include <fmt/core.h>
 
+#include "mount-tools/cache_options.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/help.h"
 #include "mount-tools/nearest.h"
@@ -586,6 +587,29 @@ void AddRoots(Program& p) {
   }
 }
 
+// Adds --cache and --cache-size to the commands that read a SOURCE, which may be a URL.
+void AddCache(Program& p) {
+  static constexpr const char* kReading[] = {"mount", "load", "import", "ls",     "info",
+                                             "cat",   "diff", "layout", "export", "verify",
+                                             "map",   "copy", "repair"};
+  for (const char* name : kReading) {
+    CLI::App* command = p.app.get_subcommand(name);
+    const std::string what = "Directory that keeps what is read from a URL, for later commands";
+    const std::string of_mount = " (if SOURCE is a URL: ~/.cache/tensormount)";
+    command
+        ->add_option(
+            "--cache", p.terminal.cache,
+            what + (std::string_view(name) == "mount" ? of_mount : "") + "; none: no cache")
+        ->expected(1)
+        ->option_text("DIR");
+    command
+        ->add_option("--cache-size", p.terminal.cache_size,
+                     "Largest number of bytes of the files in the cache")
+        ->expected(1)
+        ->option_text("SIZE=10GiB");
+  }
+}
+
 void AddUnavailableCommands(Program& p) {
   for (const auto& [name, what] : kNotBuilt) {
     CLI::App* c = p.app.add_subcommand(name, std::string(what) + " (not implemented yet)");
@@ -777,6 +801,7 @@ int Run(int argc, const char* const* argv) {
   AddLifecycle(program);
   AddUnavailableCommands(program);
   AddRoots(program);
+  AddCache(program);
 
   const std::string_view self = argc > 0 ? argv[0] : "";
   try {
@@ -802,7 +827,10 @@ int Run(int argc, const char* const* argv) {
     return FailToParse(app, error, argc, argv, program.terminal);
   }
   if (program.terminal.log_level) SetLogLevel(*program.terminal.log_level);
-  return program.run();
+  // A mount reads the same bytes again and again.
+  const bool by_default = app.got_subcommand("mount") && IsUrl(program.mount.source);
+  const Status cache = ApplyCacheOptions(program.terminal, by_default);
+  return cache.ok() ? program.run() : program.terminal.Fail(cache);
 }
 
 }  // namespace

@@ -31,6 +31,7 @@
 #include "mount-tools/commands.h"
 #include "mount-tools/daemon_log.h"
 #include "mount-tools/source.h"
+#include "remote/disk_cache.h"
 
 namespace tensormount::tools {
 namespace {
@@ -214,6 +215,7 @@ Status DecodeOutcome(const std::string& text) {
     }
   });
   if (!status.ok()) Log(LogLevel::kError, status.ToString());
+  FinishDiskCaches();
   _exit(status.ok() ? kDone : kFailed);
 }
 

@@ -45,6 +45,9 @@ class Terminal {
   std::vector<std::string> roots;
   // --file: the file or index to read in a foreign directory; empty if the option was not given.
   std::string file;
+  // --cache and --cache-size; empty if the option was not given (cache_options.h).
+  std::string cache;
+  std::string cache_size;
 
   enum class Colour { kRed, kGreen, kYellow };
   // Whether to use colours: only on a terminal, and not with --json, NO_COLOR or TERM=dumb.

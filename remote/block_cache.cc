@@ -77,11 +77,12 @@ struct BlockCache::Request {
   std::unique_ptr<std::byte[]> bytes;  // NOLINT(*-avoid-c-arrays)
   std::shared_ptr<HttpCall> call;
   std::list<std::shared_ptr<Request>>::iterator used;
+  std::atomic<bool> kept{false};  // Whether it was given to the cache on disk.
   // `call` writes to `bytes`.
   ~Request() {
     if (call == nullptr) return;
     call->Cancel();
-    (void)call->Await();
+    call->AwaitEnd();
   }
 };
 
@@ -128,8 +129,10 @@ bool BlockCache::MakeRoom(std::uint64_t bytes) {
 Status BlockCache::StartLocked(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
                                bool whatever_the_room,
                                std::vector<std::shared_ptr<Request>>* started) {
-  const std::uint64_t end = std::min(range.end, object->size);
-  for (std::uint64_t at = range.begin / kBlockBytes * kBlockBytes; at < end;) {
+  const std::uint64_t unit = object->disk == nullptr ? kBlockBytes : DiskCache::kBlockBytes;
+  const std::uint64_t up = (std::min(range.end, object->size) + unit - 1) / unit * unit;
+  const std::uint64_t end = std::min(up, object->size);
+  for (std::uint64_t at = range.begin / unit * unit; at < end;) {
     const auto is_missing = [&](std::uint64_t offset) {
       return Find({object->number, offset / kBlockBytes}) == nullptr;
     };
@@ -217,6 +220,9 @@ Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteR
       TENSORMOUNT_RETURN_IF_ERROR(
           StartLocked(object, range.Intersect(request->range), true, &requests));
       continue;
+    }
+    if (object->disk != nullptr && !request->kept.exchange(true)) {
+      object->disk->Keep(request->range, request->bytes.get(), request);
     }
     const ByteRange part = range.Intersect(request->range);
     std::memcpy(out + (part.begin - range.begin),

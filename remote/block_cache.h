@@ -19,6 +19,7 @@
 
 #include "base/byte_range.h"
 #include "base/file_system.h"
+#include "remote/disk_cache.h"
 #include "remote/http_client.h"
 
 namespace tensormount {
@@ -40,7 +41,9 @@ struct RemoteObject {
   std::string linked_etag;            // Of the object behind the hub's redirects.
   std::int64_t modified_seconds = 0;  // Last-Modified since 1970; 0: unknown.
   std::string begin;                  // Its first bytes.
-  std::uint64_t number = 0;           // Another one for each object that was opened.
+  // Its blocks on disk; null: it has none. Then requests are for whole blocks of it.
+  std::shared_ptr<const CachedObject> disk;
+  std::uint64_t number = 0;  // Another one for each object that was opened.
 
   // A request for some of its bytes, which fails if the object has changed. Call `prepare` before.
   HttpRequest RequestFor(ByteRange range, std::span<std::byte> into) const;

@@ -700,30 +700,15 @@ Result<std::shared_ptr<HttpCall>> HttpClient::Start(HttpRequest request,
 
 Result<std::vector<std::shared_ptr<HttpCall>>> HttpClient::Run(std::vector<HttpRequest> requests,
                                                                const ReadLimits& limits) {
+  HttpBatch batch(limits);
   std::vector<std::shared_ptr<HttpCall>> calls;
-  Status failure;
   for (HttpRequest& request : requests) {
-    Result<std::shared_ptr<HttpCall>> call = Start(std::move(request), limits.deadline);
-    if (!call.ok()) {
-      failure = call.status();
-      break;
-    }
-    calls.push_back(std::move(call).value());
+    TENSORMOUNT_RETURN_IF_ERROR(batch.Start(std::move(request)));
   }
-  const auto cancel_all = [&] {
-    for (const auto& call : calls) call->Cancel();
-  };
-  if (!failure.ok()) cancel_all();
-  for (const auto& call : calls) {
-    // The call itself ends at the deadline, and says what its last try met.
-    const Status status = call->Await(ReadLimits{.cancel = limits.cancel});
-    if (!status.ok() && failure.ok()) {
-      failure = status;
-      cancel_all();
-    }
-    call->AwaitEnd();  // Until nobody writes to the caller's memory.
-  }
-  if (!failure.ok()) return failure;
+  TENSORMOUNT_RETURN_IF_ERROR(batch.Await([&](const std::shared_ptr<HttpCall>& call) {
+    calls.push_back(call);
+    return Status();
+  }));
   return calls;
 }
 
@@ -732,6 +717,28 @@ Result<std::shared_ptr<HttpCall>> HttpClient::Run(HttpRequest request, const Rea
   requests.push_back(std::move(request));
   TENSORMOUNT_ASSIGN_OR_RETURN(auto calls, Run(std::move(requests), limits));
   return calls.front();
+}
+
+HttpBatch::~HttpBatch() {
+  for (const auto& call : calls_) call->Cancel();
+  for (const auto& call : calls_) call->AwaitEnd();
+}
+
+Status HttpBatch::Start(HttpRequest request) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<HttpCall> call,
+                               HttpClient::Get().Start(std::move(request), limits_.deadline));
+  calls_.push_back(std::move(call));
+  return {};
+}
+
+Status HttpBatch::Await(const std::function<Status(const std::shared_ptr<HttpCall>&)>& arrived) {
+  for (const auto& call : calls_) {
+    // The call itself ends at the deadline, and says what its last try met.
+    TENSORMOUNT_RETURN_IF_ERROR(call->Await(ReadLimits{.cancel = limits_.cancel}));
+    TENSORMOUNT_RETURN_IF_ERROR(arrived(call));
+  }
+  calls_.clear();
+  return {};
 }
 
 Status HttpFailure(std::string_view url, const HttpResponse& response) {

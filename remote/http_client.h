@@ -107,6 +107,27 @@ class HttpCall {
   std::condition_variable changed_;
 };
 
+// Requests that are awaited together. When it is destroyed, those that are still on their way end,
+// so that nobody writes to the caller's memory any more. For one thread.
+class HttpBatch {
+ public:
+  // `limits`, which must live longer, are as in File::ReadMany.
+  explicit HttpBatch(const ReadLimits& limits) : limits_(limits) {}
+  ~HttpBatch();
+  HttpBatch(const HttpBatch&) = delete;
+  HttpBatch& operator=(const HttpBatch&) = delete;
+
+  Status Start(HttpRequest request);
+  // Waits for all, in their order. `arrived` is called for each answer, while later ones may be on
+  // their way. The first failure, also of `arrived`, ends the others. Afterwards the batch is
+  // empty.
+  Status Await(const std::function<Status(const std::shared_ptr<HttpCall>&)>& arrived);
+
+ private:
+  const ReadLimits& limits_;
+  std::vector<std::shared_ptr<HttpCall>> calls_;
+};
+
 // Requests over HTTP/1.1, up to 32 at a time, by one thread of this process. Transient failures
 // (no connection, a connection that broke, an answer that is short, 408, 429, 5xx) are tried again
 // with growing waits, or the wait that the server asks for, until the deadline; a range continues
@@ -124,8 +145,7 @@ class HttpClient {
   Result<std::shared_ptr<HttpCall>> Start(HttpRequest request,
                                           const std::optional<Deadline>& deadline,
                                           std::function<void(HttpCall&)> at_end = {});
-  // Starts the requests and waits for all. The first failure ends the others. `limits` as in
-  // File::ReadMany.
+  // An HttpBatch of these requests.
   Result<std::vector<std::shared_ptr<HttpCall>>> Run(std::vector<HttpRequest> requests,
                                                      const ReadLimits& limits = {});
   Result<std::shared_ptr<HttpCall>> Run(HttpRequest request, const ReadLimits& limits = {});

@@ -12,8 +12,9 @@
 namespace tensormount {
 
 // An object of a server, open for reading. Long reads go straight to the caller's memory, in parts
-// that are requested together; short ones through the BlockCache. After the object was replaced
-// every read fails with kStale.
+// that are requested together; short ones through the BlockCache. Both look into the cache on disk
+// first, if there is one. After the object was replaced every read that asks the server fails with
+// kStale.
 class RemoteFile : public ReadOnlyFile {
  public:
   explicit RemoteFile(std::shared_ptr<const RemoteObject> object) : object_(std::move(object)) {}
@@ -35,6 +36,11 @@ class RemoteFile : public ReadOnlyFile {
  private:
   // Reads ahead up to `end`, if reads follow each other.
   Status ReadSmall(ByteRange range, std::byte* out, std::uint64_t end, const ReadLimits& limits);
+  // Reads runs, sorted by offset, from the caches in memory and on disk; what neither has is
+  // requested in whole blocks. Only with object_->disk.
+  Status ReadBlocks(std::span<const ReadRun> runs, const ReadLimits& limits);
+  // Requests what neither cache has, and awaits nothing. `wait` as in BlockCache::Start.
+  Status StartMissing(ByteRange range, bool wait);
 
   const std::shared_ptr<const RemoteObject> object_;
   // Where the last short read ended, and how many bytes were read one after the other.

@@ -195,6 +195,11 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
                                   "told from Last-Modified and its size");
     }
   }
+  object->disk =
+      object->linked_etag.empty()
+          ? CachedObject::Make(DiskCacheOfEnvironment(), object->url, object->etag, object->size)
+          : CachedObject::Make(DiskCacheOfEnvironment(), object->url,
+                               "linked " + object->linked_etag, object->size);
   known.object = std::move(object);
   return known;
 }

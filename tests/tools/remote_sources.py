@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources and helpers of remote_test.py and remote_buckets_test.py."""
+"""Sources and helpers of remote_test.py, remote_buckets_test.py and remote_cache_test.py."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def setUpModule():
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Clients go away while a server in this process writes to them.
     # Nothing of the machine may be found: no credentials, no proxies.
     for name in list(os.environ):
-        if re.match("AWS_|HF_|TENSORMOUNT_PATIENCE|SSL_CERT|CURL_CA|.*_proxy$", name, re.IGNORECASE):
+        if re.match("AWS_|HF_|XDG_|TENSORMOUNT_PATIENCE|TENSORMOUNT_CACHE|SSL_CERT|CURL_CA|.*_proxy$", name, re.IGNORECASE):
             del os.environ[name]
     unittest.addModuleCleanup(shutil.rmtree, DATA, ignore_errors=True)
     (DATA / "home").mkdir()
