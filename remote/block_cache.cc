@@ -129,10 +129,8 @@ bool BlockCache::MakeRoom(std::uint64_t bytes) {
 Status BlockCache::StartLocked(const std::shared_ptr<const RemoteObject>& object, ByteRange range,
                                bool whatever_the_room,
                                std::vector<std::shared_ptr<Request>>* started) {
-  const std::uint64_t unit = object->disk == nullptr ? kBlockBytes : DiskCache::kBlockBytes;
-  const std::uint64_t up = (std::min(range.end, object->size) + unit - 1) / unit * unit;
-  const std::uint64_t end = std::min(up, object->size);
-  for (std::uint64_t at = range.begin / unit * unit; at < end;) {
+  const std::uint64_t end = std::min(range.end, object->size);
+  for (std::uint64_t at = range.begin / kBlockBytes * kBlockBytes; at < end;) {
     const auto is_missing = [&](std::uint64_t offset) {
       return Find({object->number, offset / kBlockBytes}) == nullptr;
     };

@@ -41,7 +41,8 @@ struct RemoteObject {
   std::string linked_etag;            // Of the object behind the hub's redirects.
   std::int64_t modified_seconds = 0;  // Last-Modified since 1970; 0: unknown.
   std::string begin;                  // Its first bytes.
-  // Its blocks on disk; null: it has none. Then requests are for whole blocks of it.
+  // Its blocks on disk; null: it has none. RemoteFile looks there; what is read from requests is
+  // kept there.
   std::shared_ptr<const CachedObject> disk;
   std::uint64_t number = 0;  // Another one for each object that was opened.
 

@@ -340,9 +340,8 @@ bool DiskCache::Read(const BlockName& name, ByteRange part, std::byte* out) {
     }
     return false;
   }
-  if (!S_ISREG(info.st_mode) ||
-      static_cast<std::uint64_t>(info.st_size) != kHeaderBytes + name.bytes) {
-    Remove(name, "has another size");
+  if (!S_ISREG(info.st_mode)) {
+    Remove(name, "is no regular file");
     return false;
   }
   // What is hashed together is read together.

@@ -2,6 +2,7 @@
 #include "remote/disk_cache.h"
 
 #include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
@@ -18,6 +19,7 @@
 #include "tensormount/log.h"
 
 #include "tests/support/forked.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -287,7 +289,7 @@ TEST_F(DiskCacheTest, FilesThatNobodyCountedAreEvicted) {
   WriteWholeFile(blocks_ + "/.new-1-2", std::string(kFileBytes, 'x'));
   SetAge(blocks_ + "/.new-1-2", 5000);
   WriteWholeFile(blocks_ + "/notes", "of somebody");
-  FlipByte(blocks_ + "/usage", 3);
+  WriteWholeFile(blocks_ + "/usage", std::string(24, '\0'));
   Keep(*Object(Open(6 * kFileBytes), "\"two\""), bytes);
   EXPECT_FALSE(stdfs::exists(blocks_ + "/.new-1-2"));
   EXPECT_EQ(ReadWholeFile(blocks_ + "/notes"), "of somebody");
@@ -304,20 +306,21 @@ TEST_F(DiskCacheTest, TheBoundHoldsForSeveralProcesses) {
     const pid_t child = fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      const auto object = Object(Open(kMost), std::to_string(n), kBytes);
+      const auto cache = Open(kMost);
+      const auto name = [&](std::uint64_t number) {
+        return DiskCache::BlockName{std::string(64, char('a' + n)), number, kMiB};
+      };
       const auto bytes = BytesOfSeed(n, kBytes);
+      std::vector<std::byte> out(kMiB);
       bool good = true;
       for (std::uint64_t at = 0; at < kBytes; at += kMiB) {
-        object->Keep({at, at + kMiB}, bytes.data() + at, nullptr);
-        if (at % (4 * kMiB) == 0) FinishDiskCaches();
-        std::vector<std::byte> out(kMiB);
+        cache->Write(name(at / kMiB), bytes.data() + at);
         for (std::uint64_t back = 0; back <= at; back += kMiB) {
-          const bool read = object->Read({back, back + kMiB}, out.data());
+          const bool read = cache->Read(name(back / kMiB), {0, kMiB}, out.data());
           good = good && (!read || std::memcmp(out.data(), bytes.data() + back, kMiB) == 0);
         }
       }
-      FinishDiskCaches();
-      _exit(!good ? 2 : object->Has(kBytes - 1) ? 0 : 1);
+      _exit(!good ? 2 : cache->Has(name(kBytes / kMiB - 1)) ? 0 : 1);
     }
     children.push_back(child);
   }
@@ -347,18 +350,30 @@ TEST_F(DiskCacheTest, AFullDiskEndsWritingWithOneWarning) {
   const auto cache = Open();
   const auto bytes = BytesOfSeed(1);
   Keep(*Object(cache), bytes);
-  // The child opened nothing itself, and has no thread of the parent.
   EXPECT_TRUE(InForkedChild([&] {
+    std::signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{500'000, 500'000};
     if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return false;
-    const auto other = Object(cache, "\"two\"");
-    Keep(*other, bytes);
-    Keep(*other, bytes);
+    for (const std::uint64_t number : {0, 1}) {
+      cache->Write({std::string(64, 'a'), number, kMiB}, bytes.data());
+      if (cache->Has({std::string(64, 'a'), number, kMiB}) || cache->writes()) return false;
+    }
     return warnings_.size() == 1 && warnings_[0].find("keeps nothing more") != std::string::npos &&
-           warnings_[0].find("too large") != std::string::npos && !other->Has(0) &&
+           warnings_[0].find("too large") != std::string::npos &&
            Reads(*Object(cache), bytes, {0, kSize});
   }));
   EXPECT_EQ(Files().size(), 6u);  // Nothing is left of what could not be written.
+}
+
+TEST_F(DiskCacheTest, AForkedChildWritesWithAThreadOfItsOwn) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer lets forked children start no threads";
+  const auto cache = Open();
+  Keep(*Object(cache), BytesOfSeed(1));
+  EXPECT_TRUE(InForkedChild([&] {
+    Keep(*Object(cache, "\"two\""), BytesOfSeed(2));
+    return Reads(*Object(cache, "\"two\""), BytesOfSeed(2), {0, kSize});
+  }));
+  EXPECT_TRUE(Reads(*Object(cache, "\"two\""), BytesOfSeed(2), {0, kSize}));
 }
 
 TEST_F(DiskCacheTest, ARemovedDirectoryEndsWritingWithOneWarning) {

@@ -264,12 +264,24 @@ class Adverse(Cached):
             self.fails("ls", url, "--cache", self.cache, "--cache-size", size, code="INVALID_ARGUMENT", says=says)
         self.assertFalse(self.cache.exists())
 
-    def test_disks_that_fail_end_the_cache_and_no_read(self):
+    def host(self):
+        """A file system that fails as its rules say, with the cache on it."""
         harness.need("fuse", (harness.BIN / "tests/adverse_fs").exists(), "adverse_fs is not built: no libfuse")
         harness.need_fuse()
         host = AdverseFs(harness.BIN / "tests/adverse_fs", self.dir / "host")
         self.addCleanup(host.close)
         self.cache = host.at / "cache"
+        return host
+
+    def test_a_mount_that_ends_writes_what_waits(self):
+        self.host().rules("wait:0.05 create */.new-*")
+        mnt = self.mount(f"{self.url}/STORE/step-1", "--cache", self.cache)
+        self.assertEqual(len((mnt / "tensors/big").read_bytes()), BIG)
+        self.run_tool("unmount", mnt)
+        self.wait_for("the last block", lambda: len(self.files()) >= BIG // BLOCK)
+
+    def test_disks_that_fail_end_the_cache_and_no_read(self):
+        host = self.host()
         for rule, says in (("ENOSPC write */.new-*", "No space left"), ("EROFS create *", "Read-only"),
                            ("EDQUOT write *usage", "quota"), ("ENOLCK lock *", "lock")):
             with self.subTest(rule):
