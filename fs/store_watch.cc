@@ -14,9 +14,9 @@
 #include <tuple>
 #include <utility>
 
+#include "base/doorbell.h"
 #include "base/log.h"
 #include "base/thread.h"
-#include "fs/doorbell.h"
 #include "fs/node.h"
 #include "fs/reach.h"
 #include "index/foreign/format.h"

@@ -9,7 +9,7 @@
 #include <gtest/gtest.h>
 
 #include "base/deadline.h"
-#include "fs/doorbell.h"
+#include "base/doorbell.h"
 #include "index/store/store.h"
 #include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
