@@ -413,6 +413,20 @@ Result<CommonValue> CheckpointIndex::CommonRecord(std::string_view name) const {
   return value;
 }
 
+Result<CommonValue> CheckpointIndex::CommonAt(std::string_view path) const {
+  for (std::size_t end = path.size(); end != std::string_view::npos && end > 0;
+       end = path.find_last_of(".[({", end - 1)) {
+    const std::string name(path.substr(0, end));
+    if (!CheckCommonName(name).ok()) continue;
+    Result<CommonValue> value = CommonRecord(name);
+    if (value.status().code() == Code::kNotFound) continue;
+    if (!value.ok() || end == path.size()) return value;
+    Result<CommonValue> inner = value.value().At(path.substr(end + (path[end] == '.' ? 1 : 0)));
+    if (inner.ok()) return inner;
+  }
+  return Status(Code::kNotFound, "no common value " + std::string(path));
+}
+
 Result<std::shared_ptr<const LayerNames>> CheckpointIndex::Layers() const {
   // The mutex stays locked during the scan, which is short and runs once. A failure is not cached.
   const std::lock_guard lock(layers_mutex_);

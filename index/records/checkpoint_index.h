@@ -177,6 +177,10 @@ class CheckpointIndex {
   // The value of one common record. Other records are not decoded, because `info` and the mount ask
   // for single values of large trees. kNotFound if there is no such record.
   Result<CommonValue> CommonRecord(std::string_view name) const;
+  // The common value that a path names, as in rules and `log --show`: "eval.loss" is the value
+  // "eval.loss" or, if that does not exist, the item "loss" of the value "eval" (CommonValue::At).
+  // Names may contain dots, so longer names are tried first. kNotFound if there is none.
+  Result<CommonValue> CommonAt(std::string_view path) const;
   // The layer names of stacked tensors (index/records/layer_names.h), decoded once.
   Result<std::shared_ptr<const LayerNames>> Layers() const;
   // The layer of a stacked tensor with the name `key`; nullopt if no layer has that name. Does not

@@ -271,6 +271,14 @@ Result<CheckpointInfo> DecodeManifestInfo(std::string_view begin, std::string_vi
   return info;
 }
 
+Result<CheckpointInfo> ReadManifestInfo(FileSystem& fs, const std::string& directory) {
+  const std::string path = JoinPath(directory, kCoordinatorManifest);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  std::string begin(kManifestInfoBytes, '\0');
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n, file->ReadAt(0, begin.data(), begin.size()));
+  return DecodeManifestInfo(std::string_view(begin).substr(0, n), path);
+}
+
 Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Header header, DecodeHeader(bytes, name));
   const auto bad = [&](std::string why) {

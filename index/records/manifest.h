@@ -57,6 +57,8 @@ Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
 // Name of the coordinator's manifest. The rank that merges writes it at publish, after all other
 // manifests (docs/format.md, "Manifest").
 inline constexpr std::string_view kCoordinatorManifest = "manifest/coordinator.tmm";
+// The info record of a checkpoint's coordinator manifest, of which only the begin is read.
+Result<CheckpointInfo> ReadManifestInfo(FileSystem& fs, const std::string& directory);
 
 }  // namespace tensormount
 

@@ -90,14 +90,7 @@ Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered
     add(std::string(store_paths::kCommitFile), cost.listing.commit_bytes, commit.content_root);
 
     const std::string directory = store.CheckpointPath(names[i]);
-    const auto info = [&]() -> Result<CheckpointInfo> {
-      const std::string path = JoinPath(directory, kCoordinatorManifest);
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
-      std::string begin(kManifestInfoBytes, '\0');
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
-                                   file->ReadAt(0, begin.data(), begin.size()));
-      return DecodeManifestInfo(std::string_view(begin).substr(0, n), path);
-    }();
+    const Result<CheckpointInfo> info = ReadManifestInfo(fs, directory);
     if (info.ok() && info.value().uuid == commit.uuid) {
       cost.created = info.value().created;
       cost.self_contained = info.value().self_contained;

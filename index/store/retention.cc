@@ -47,21 +47,10 @@ MetricValue NumberOf(const std::string& metric, const CommonValue& value) {
                      " that is not a number: " + std::string(value.kind_name())};
 }
 
-// Reads a metric. "eval.loss" is the common value "eval.loss" or, if that does not exist, the item
-// "loss" of the common value "eval". Names may contain dots, so longer names are tried first.
 Result<MetricValue> ReadMetric(const CheckpointIndex& index, const std::string& metric) {
-  for (std::size_t end = metric.size(); end != std::string::npos && end > 0;
-       end = metric.find_last_of(".[({", end - 1)) {
-    const std::string name = metric.substr(0, end);
-    if (!CheckCommonName(name).ok()) continue;
-    const Result<CommonValue> value = index.CommonRecord(name);
-    if (value.status().code() == Code::kNotFound) continue;
-    if (!value.ok()) return value.status();
-    if (end == metric.size()) return NumberOf(metric, value.value());
-    const Result<CommonValue> inner =
-        value.value().At(std::string_view(metric).substr(end + (metric[end] == '.' ? 1 : 0)));
-    if (inner.ok()) return NumberOf(metric, inner.value());
-  }
+  const Result<CommonValue> value = index.CommonAt(metric);
+  if (value.ok()) return NumberOf(metric, value.value());
+  if (value.status().code() != Code::kNotFound) return value.status();
   return MetricValue{.number = {}, .problem = "has no " + metric};
 }
 

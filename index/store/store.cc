@@ -451,6 +451,7 @@ CheckpointListing Store::FindListing(const std::string& name, CommitRecord* reco
   listing.parent = commit.value().record.parent;
   listing.derived = (commit.value().record.compatible & kCommitDerived) != 0;
   listing.commit_bytes = bytes.value().size();
+  listing.commit_damage = std::move(commit.value().damage);
   if (record != nullptr) *record = std::move(commit.value().record);
   return listing;
 }

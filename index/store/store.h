@@ -36,6 +36,8 @@ struct CheckpointListing {
   bool derived = false;
   // Why the checkpoint cannot be used; OK if it can. kNotFound: no directory has this name.
   Status problem;
+  // Which copy of COMMIT is damaged, and why, although the checkpoint can be used. Empty: none.
+  std::string commit_damage;
   // The state of the directory, as its files show. kUnread if they could not be read.
   enum class State {
     kGood,
