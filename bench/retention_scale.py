@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How long `prune` takes to decide in a store of many steps (docs/performance.md).
+"""How long `prune`, `log` and `blame` take in a store of many steps (docs/performance.md).
 
 usage: retention_scale.py BIN [--steps 2000] [--tensors 1000] [--folder DIR]
 
@@ -60,6 +60,11 @@ def main():
         timed("ls STORE", "ls", store)
         for rules in ("last=3", "last=3,every=100", "every=6h", "best=loss:min:2", "last=3,every=100,best=loss:min:2"):
             timed(f"prune --rules {rules} --dry-run", "prune", store, "--rules", rules, "--dry-run", "--json")
+        key = f"layers.{args.tensors - 1}.weight"  # It never changes, so that every step is read.
+        timed("log STORE", "log", store)
+        timed("log STORE --show loss", "log", store, "--show", "loss")
+        timed("blame STORE KEY", "blame", store, key)
+        timed("blame STORE '*'", "blame", store, "*")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,12 @@
 #include "mount-tools/cli.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -61,6 +64,9 @@ struct Program {
   CatArgs cat;
   std::string new_store;
   DiffArgs diff;
+  LogArgs log;
+  BlameArgs blame;
+  WatchArgs watch;
   LayoutArgs layout;
   VerifyArgs verify;
   AdoptArgs adopt;
@@ -403,6 +409,50 @@ void AddInspectCommands(Program& p) {
   c->add_option("--keys", p.diff.keys, "Only keys that match this glob; '*' also matches '/'");
   AddMap(c, p.diff.map);
 
+  c = p.Command("log", "Lists the steps of a store, or the steps at which a tensor changed",
+                "tensormount log STORE -n 20 --show loss,lr", p.log, RunLog);
+  c->add_option("STORE", p.log.store, kStore)->required();
+  c->add_option("KEY", p.log.key,
+                "Key of a tensor or object, or a glob: print when it changed, by digest");
+  c->add_option("-n", p.log.limit, "Only the newest N lines; with KEY, the last N changes")
+      ->check(CLI::Range(1, std::numeric_limits<int>::max()))
+      ->option_text("N");
+  c->add_option("--show", p.log.show,
+                "Also print these common values, such as loss,optimizer.lr. May be repeated")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->option_text("PATHS");
+  c->add_flag("--reverse", p.log.reverse, "Print the oldest first");
+
+  c = p.Command("blame", "Prints the step at which a tensor changed last, without reading data",
+                "tensormount blame STORE encoder.weight", p.blame, RunBlame);
+  c->add_option("STORE", p.blame.store, kStore)->required();
+  c->add_option("KEY", p.blame.key,
+                "Key of a tensor or object, or a glob of keys; '*' also matches '/'")
+      ->required();
+
+  c = p.Command("watch",
+                "Waits for checkpoints that are published, and prints a line or runs a command for "
+                "each",
+                "tensormount watch STORE --exec python3 evaluate.py {}", p.watch, RunWatch);
+  c->add_option("STORE", p.watch.store, "Store directory; it may not exist yet")->required();
+  c->add_flag("--once", p.watch.once, "End after the first checkpoint");
+  c->add_option("--timeout", p.watch.timeout_seconds,
+                "End with status 2 if no checkpoint is published for this many seconds")
+      ->check(CLI::Range(0.001, 1e9))
+      ->option_text("SECONDS");
+  c->add_option("--since", p.watch.since,
+                "Begin with the existing checkpoints that are newer than this one")
+      ->option_text("NAME");
+  c->add_option("--since-generation", p.watch.since_generation,
+                "The same for a generation; 0: begin with all existing checkpoints")
+      ->check(CLI::Range(std::int64_t{0}, std::numeric_limits<std::int64_t>::max()))
+      ->option_text("N");
+  c->add_option("--exec", p.watch.exec,
+                "Run this command for each checkpoint, without a shell; {} in ARGs is replaced by "
+                "the path of the checkpoint. All words after --exec belong to the command")
+      ->option_text("CMD ARG...");
+
   c = p.Command("layout", "Draws which rank's chunk holds which box of a tensor",
                 "tensormount layout STORE/step-0 encoder.weight --svg encoder.svg", p.layout,
                 RunLayout);
@@ -561,12 +611,12 @@ void AddLifecycle(Program& p) {
       ->check(CLI::Range(0.0, 1e9));
 }
 
-// Adds --root to the commands in kOpening, and --file to all of them except fsck and prune. The
+// Adds --root to the commands in kOpening, and --file to all of them except those of stores. The
 // values are members of the terminal.
 void AddRoots(Program& p) {
   static constexpr const char* kOpening[] = {"mount", "load", "import", "ls",     "info",
                                              "cat",   "diff", "layout", "export", "verify",
-                                             "adopt", "fsck", "prune"};
+                                             "adopt", "fsck", "prune",  "log",    "blame"};
   for (const char* name : kOpening) {
     CLI::App* command = p.app.get_subcommand(name);
     if (command->get_group() == kNotBuiltGroup) continue;
@@ -577,7 +627,8 @@ void AddRoots(Program& p) {
         ->expected(1)
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
         ->option_text("DIR");
-    if (std::string_view(name) == "fsck" || std::string_view(name) == "prune") continue;
+    static constexpr std::string_view kOfStores[] = {"fsck", "prune", "log", "blame"};
+    if (std::ranges::find(kOfStores, std::string_view(name)) != std::end(kOfStores)) continue;
     command
         ->add_option("--file", p.terminal.file,
                      "File or index to read, if the source is a directory with several sets of "
@@ -712,6 +763,24 @@ void CheckNoEmptyValues(const CLI::App& app) {
   }
 }
 
+// Takes the words after --exec of `watch` out of `words`, because CLI11 would parse the options of
+// the command as its own. nullopt: no such words.
+std::optional<std::vector<std::string>> TakeExecWords(std::vector<std::string>& words) {
+  auto command = words.begin();
+  while (command != words.end() && command->starts_with('-')) {
+    // The only common option with a value.
+    if (*command == "--log-level" && command + 1 != words.end()) ++command;
+    ++command;
+  }
+  if (command == words.end() || *command != "watch") return std::nullopt;
+  const auto exec = std::find(command, words.end(), "--exec");
+  if (exec == words.end()) return std::nullopt;
+  std::vector<std::string> taken(exec + 1, words.end());
+  words.erase(exec, words.end());
+  if (taken.empty()) throw CLI::ValidationError("--exec", "a command must follow");
+  return taken;
+}
+
 // Refuses "--name=", for which CLI11 would take the next word as the value.
 void CheckNoTrailingEquals(std::span<const std::string> words) {
   for (const std::string& word : words) {
@@ -815,9 +884,12 @@ int Run(int argc, const char* const* argv) {
       // mount -f only checks the arguments.
       if (fake) return kDone;
     } else {
-      CheckNoTrailingEquals(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
-      app.parse(argc, argv);
+      std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
+      auto exec = TakeExecWords(words);
+      CheckNoTrailingEquals(words);
+      app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
       CheckNoEmptyValues(app);
+      if (exec) program.watch.exec = std::move(*exec);
     }
   } catch (const CLI::ParseError& error) {
     // CLI11 also throws for --help and --version.

@@ -106,6 +106,38 @@ struct InfoArgs {
 // Pickles are parsed and never executed.
 int RunInfo(const InfoArgs& args, Terminal& terminal);
 
+struct LogArgs {
+  std::string store;
+  std::string key;                // Empty: the steps of the store.
+  int limit = 0;                  // The newest N; 0: all.
+  bool reverse = false;           // Whether to print the oldest first.
+  std::vector<std::string> show;  // Paths of common values, joined by commas.
+};
+// Prints the steps of a store, or the steps at which a key changed, without reading data. Returns 1
+// or 2 if a checkpoint is damaged or cannot be read, as RunLs does.
+int RunLog(const LogArgs& args, Terminal& terminal);
+
+struct BlameArgs {
+  std::string store;
+  std::string key;  // A key, or a glob of keys of the newest step.
+};
+// Prints the step at which each key changed last, by digest. Returns as RunLog.
+int RunBlame(const BlameArgs& args, Terminal& terminal);
+
+struct WatchArgs {
+  std::string store;
+  bool once = false;
+  // End if no checkpoint is published for this time, in seconds; 0: never.
+  double timeout_seconds = 0;
+  std::string since;  // Name of a checkpoint; empty: from now on.
+  // Report existing checkpoints whose generation is above this one; negative: none.
+  std::int64_t since_generation = -1;
+  std::vector<std::string> exec;  // The command and its arguments; empty: none.
+};
+// Prints each checkpoint that is published, and runs a command for it. Returns 0 with `once`; 1 if
+// a command failed; 2 if the store fails or the time is over; 128 + the signal after a signal.
+int RunWatch(const WatchArgs& args, Terminal& terminal);
+
 // `as`: raw (the bytes), npy (the bytes after a NumPy header) or text (a line for the elements
 // along the last axis).
 struct CatArgs {

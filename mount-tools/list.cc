@@ -2,7 +2,6 @@
 // `tensormount ls` and `info` (commands.h). `ls` prints each key when it is read from the index, so
 // its memory does not grow with the number of keys. `info` of a tensor also prints each chunk.
 #include <algorithm>
-#include <ctime>
 #include <set>
 
 #include <fmt/core.h>
@@ -41,18 +40,6 @@ nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const Tens
       {"chunks", tensor.chunks},      {"placement", PlacementOf(checkpoint, tensor)}};
   if (tensor.has_digest) json["digest"] = DigestHex(tensor.digest);
   return json;
-}
-
-// A time as "2026-11-22 21:15", in local time.
-std::string DateText(std::int64_t seconds) {
-  const auto time = static_cast<std::time_t>(seconds);
-  std::tm parts{};
-  char text[64] = {};
-  if (localtime_r(&time, &parts) == nullptr ||
-      std::strftime(text, sizeof text, "%Y-%m-%d %H:%M", &parts) == 0) {
-    return std::to_string(seconds);
-  }
-  return text;
 }
 
 // A line of ls -l for a checkpoint: 55 columns, then the name.
@@ -382,20 +369,8 @@ std::string TierOf(const std::vector<ChunkRecord>& chunks, bool whole_file) {
                      files.size() == 1 ? "file" : "files");
 }
 
-// Largest number of bytes of a common value that a list shows.
-constexpr std::size_t kShownValueBytes = 100;
 // Largest number of common values in a list.
 constexpr std::size_t kShownValues = 20;
-
-// The text of a value, cut between characters if it is long.
-std::string ShortValue(const CommonValue& value) {
-  std::string text = CommonToJson(value);
-  if (text.size() <= kShownValueBytes) return text;
-  std::size_t end = kShownValueBytes;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
-  const std::string whole = HumanBytes(text.size());
-  return fmt::format("{}... ({} of text)", text.substr(0, end), whole);
-}
 
 // Lists the first common values for `info` of a checkpoint, and how to see all.
 void ListCommon(const CommonState& common, const std::string& source, Terminal& terminal) {

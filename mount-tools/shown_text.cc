@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Escapes text from outside for a terminal (shown_text.h).
+// Text for a terminal (shown_text.h).
 #include "mount-tools/shown_text.h"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
 
 #include <fmt/core.h>
 
+#include "base/counted.h"
 #include "shard/utf8.h"
 
 namespace tensormount::tools {
 namespace {
+
+// Largest number of bytes of a common value that a list shows.
+constexpr std::size_t kShownValueBytes = 100;
 
 // The number of bytes of the character at the start of `text`; 0 if these bytes are not valid
 // UTF-8.
@@ -57,6 +62,26 @@ std::string ShownText(std::string_view text, std::string_view keep) {
     text.remove_prefix(character.size());
   }
   return out;
+}
+
+std::string DateText(std::int64_t seconds) {
+  const auto time = static_cast<std::time_t>(seconds);
+  std::tm parts{};
+  char text[64] = {};
+  if (localtime_r(&time, &parts) == nullptr ||
+      std::strftime(text, sizeof text, "%Y-%m-%d %H:%M", &parts) == 0) {
+    return std::to_string(seconds);
+  }
+  return text;
+}
+
+std::string ShortValue(const CommonValue& value) {
+  std::string text = CommonToJson(value);
+  if (text.size() <= kShownValueBytes) return text;
+  std::size_t end = kShownValueBytes;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  const std::string whole = HumanBytes(text.size());
+  return fmt::format("{}... ({} of text)", text.substr(0, end), whole);
 }
 
 }  // namespace tensormount::tools

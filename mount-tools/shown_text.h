@@ -2,8 +2,11 @@
 #ifndef TENSORMOUNT_MOUNT_TOOLS_SHOWN_TEXT_H_
 #define TENSORMOUNT_MOUNT_TOOLS_SHOWN_TEXT_H_
 
+#include <cstdint>
 #include <string>
 #include <string_view>
+
+#include "tensormount/common_value.h"
 
 namespace tensormount::tools {
 
@@ -13,6 +16,11 @@ namespace tensormount::tools {
 // value, because \n and \uXXXX are also escapes of JSON. `keep`: characters that are not escaped,
 // such as "\n".
 std::string ShownText(std::string_view text, std::string_view keep = {});
+
+// A time in seconds since 1970 as "2026-11-22 21:15", in local time.
+std::string DateText(std::int64_t seconds);
+// The text of a common value in a list: as in common.json, cut between characters if it is long.
+std::string ShortValue(const CommonValue& value);
 
 }  // namespace tensormount::tools
 

@@ -94,6 +94,21 @@ Result<FoundSource> FindSourceArgument(const std::string& text, Terminal& termin
   return found;
 }
 
+Result<Store> OpenStoreArgument(const std::string& text, Terminal& terminal) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSourceArgument(text, terminal));
+  if (found.kind == SourceKind::kStore) return Store::Open(*found.fs, found.path);
+  if (found.kind == SourceKind::kCheckpoint) {
+    const auto parts = SplitCheckpointPath(found.path);
+    return Status(Code::kInvalidArgument,
+                  text + ": is a checkpoint; name the store that contains it" +
+                      (parts.ok() ? ", " + parts.value().store : std::string()));
+  }
+  return Status(Code::kUnsupported,
+                text +
+                    ": is not a store, but what another program saved, which records no digests; "
+                    "`tensormount adopt` adds it to a store");
+}
+
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(const std::string& text, Terminal& terminal,
                                                      LossPolicy lost) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSourceArgument(text, terminal));

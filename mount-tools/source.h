@@ -12,10 +12,11 @@
 #include "tensormount/name_map.h"
 #include "tensormount/status.h"
 
-#include "index/foreign/open_source.h"
 #include "index/foreign/model_files.h"
+#include "index/foreign/open_source.h"
 #include "index/foreign/rule_packs.h"
 #include "index/read/checkpoint.h"
+#include "index/store/store.h"
 #include "mount-tools/name_map_args.h"
 #include "mount-tools/terminal.h"
 #include "state/shard_rule.h"
@@ -30,6 +31,10 @@ Result<FoundSource> FindSourceArgument(const std::string& text, Terminal& termin
 // The file that --file selects in a foreign directory; kNotFound if it does not exist. Other
 // sources, and all sources without --file, are returned unchanged.
 Result<FoundSource> ApplyFileOption(FoundSource source, Terminal& terminal);
+
+// Opens the store that an argument names. kInvalidArgument: it is a checkpoint. kUnsupported: it is
+// a training directory of another program.
+Result<Store> OpenStoreArgument(const std::string& text, Terminal& terminal);
 
 // What OpenSource does if a foreign checkpoint has missing data.
 enum class LossPolicy {

@@ -63,6 +63,13 @@ diff st/step-1 | diff: | required
 diff st/step-1 nothere | nothere: no such file or directory
 diff st/step-1 st/step-2 --keys 'typo*' | --keys 'typo*': no key matches it
 diff st/step-1 empty | empty: the directory is empty
+log st/step-1 | st/step-1: is a checkpoint; name the store that contains it
+log m.safetensors | m.safetensors: is not a store | `tensormount adopt`
+log st --show loss,,lr | --show loss,,lr: a path is empty | loss,lr
+blame st wte.weigth | no tensor or object wte.weigth in any step of | did you mean wte.weight
+watch st/step-1 | st/step-1: is a checkpoint; watch the store that contains it
+watch st --since step-9 --once | st/step-9: no such checkpoint
+watch st --exec | --exec: a command must follow | `tensormount watch --help`
 cat st/step-1 wte.weigth | no tensor wte.weigth | did you mean wte.weight
 cat st/step-1 WTE.weight | no tensor WTE.weight | did you mean wte.weight
 cat st/step-1 wteweight | no tensor wteweight | did you mean wte.weight
