@@ -28,6 +28,33 @@ TM_EXPORT tm_status tm_store_list(const char* store, char** json);
 // checkpoints are skipped, with a warning each. TM_NOT_FOUND in an empty store. If a checkpoint
 // cannot be read, its error is returned, because it may be the latest.
 TM_EXPORT tm_status tm_store_latest(const char* store, char** json);
+// The checkpoints that are published in a store, each exactly once, by uuid: a replaced name is
+// another checkpoint, a renamed or copied one is not. A thread of the watch looks at the store each
+// second, and at once where the kernel reports changes; it goes on between the calls. Use a watch
+// from one thread at a time.
+typedef struct tm_watch tm_watch;
+typedef struct tm_watch_options {
+  uint32_t struct_size;
+  // 1: also the checkpoints that exist already and have a generation above `above`.
+  int32_t existing;
+  uint64_t above;
+  // Name of a checkpoint: also the existing ones that are newer. NULL: as `existing` says.
+  const char* since;
+} tm_watch_options;
+// Begins to watch before it returns. The store may not exist yet. `options` may be NULL. Freed with
+// tm_watch_free. TM_NOT_FOUND: no checkpoint `since`. TM_INVALID_ARGUMENT: `store` is a checkpoint,
+// or not a directory.
+TM_EXPORT tm_status tm_store_watch(const char* store, const tm_watch_options* options,
+                                   tm_watch** out);
+// Waits for the next checkpoint: {"event": "committed", "checkpoint", "uuid", "generation",
+// "parent", "created", "derived", "removed", "path"}, in the order of generations if several were
+// published meanwhile. "removed" is true if the checkpoint is gone already; "path" is then null,
+// and if its files were deleted all fields but "uuid" are. *json is NULL if none came within
+// `wait_ms` (at most a day). TM_STALE: the store was removed. Other errors: it could not be read
+// for a minute.
+TM_EXPORT tm_status tm_watch_next(tm_watch* watch, int64_t wait_ms, char** json);
+// May take two seconds if storage does not answer.
+TM_EXPORT void tm_watch_free(tm_watch* watch);
 // Removes "STORE/NAME", durably; readers that have it open can read on. tm_store_gc frees its
 // space. TM_PERMISSION_DENIED if it is pinned.
 TM_EXPORT tm_status tm_store_remove(const char* path);

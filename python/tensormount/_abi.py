@@ -24,12 +24,14 @@ Dims = c_int64 * TM_MAX_RANK
 ended = [False]
 
 
-def free_with(owner: Any, function: Any, address: int, *needed: Any) -> None:
+def free_with(owner: Any, function: Any, address: int, *needed: Any) -> Any:
     """Calls `function(address)` when nothing refers to `owner` any more. `needed` lives until then, even if the
-    garbage collector collects both at once."""
+    garbage collector collects both at once. Returns a function that does so earlier."""
     import weakref
 
-    weakref.finalize(owner, _free, function, address, ended, *needed).atexit = False
+    freed = weakref.finalize(owner, _free, function, address, ended, *needed)
+    freed.atexit = False
+    return freed
 
 
 def _free(function: Any, address: int, ended: list[bool], *_: Any) -> None:
@@ -238,11 +240,20 @@ def get_list(function: Any, *arguments: Any) -> list[str]:
 def get_text(function: Any, *arguments: Any, kinds: Optional[dict[int, Any]] = None,
              key: Optional[str] = None) -> bytes:
     """Calls `function`, whose last argument is a char**, and returns the string. Errors as of `fail`."""
+    found = get_optional_text(function, *arguments, kinds=kinds, key=key)
+    assert found is not None
+    return found
+
+
+def get_optional_text(function: Any, *arguments: Any, kinds: Optional[dict[int, Any]] = None,
+                      key: Optional[str] = None) -> Optional[bytes]:
+    """As `get_text`. None: the function set a null pointer."""
     out = c_void_p()
     status = function(*arguments, ctypes.addressof(out))
     if status:
         fail(status, kinds, key)
-    assert out.value is not None
+    if out.value is None:
+        return None
     try:
         return ctypes.string_at(out.value)
     finally:

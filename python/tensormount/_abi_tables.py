@@ -433,6 +433,17 @@ class ValidateOptions(Structure):
     ]
 
 
+class WatchOptions(Structure):
+    """tm_watch_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("existing", c_int32),
+        ("above", c_uint64),
+        ("since", c_char_p),
+    ]
+
+
 class RemoveOptions(Structure):
     """tm_remove_options"""
 
@@ -736,6 +747,9 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "tm_main": (c_int, [c_int, c_void_p]),
     "tm_store_list": (c_int32, [c_char_p, c_void_p]),
     "tm_store_latest": (c_int32, [c_char_p, c_void_p]),
+    "tm_store_watch": (c_int32, [c_char_p, c_void_p, c_void_p]),
+    "tm_watch_next": (c_int32, [c_void_p, c_int64, c_void_p]),
+    "tm_watch_free": (None, [c_void_p]),
     "tm_store_remove": (c_int32, [c_char_p]),
     "tm_store_remove_with": (c_int32, [c_char_p, c_void_p]),
     "tm_store_pin": (c_int32, [c_char_p, c_void_p, c_void_p]),

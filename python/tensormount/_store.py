@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from _thread import RLock  # The same as threading.RLock, without importing threading.
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
@@ -59,6 +60,31 @@ class Store:
         """
         found: dict[str, Any] = read_json("tm_store_latest", path_bytes(self.path))
         return found
+
+    def follow(
+        self, *, since: Union[None, int, str] = None, timeout: Optional[float] = None
+    ) -> Follow:
+        """Iterates over the checkpoints that are published from now on, each exactly once.
+
+        since     name of a checkpoint: begins with the existing ones that are newer; a number: with those of a
+                  higher generation (0: with all that exist); None: with the next one.
+        timeout   seconds without a checkpoint, then TimeoutError; None: no limit. The time that the loop's own
+                  code takes does not count.
+
+        Each step is {"checkpoint", "uuid", "generation", "parent", "created", "derived", "removed", "path"}: the
+        same checkpoint under a new name is no new step, another save under an old name is one. "removed": it
+        was removed or replaced before the store was looked at; then "path" is None, and if its files are gone,
+        so are the others but "uuid". The store may not exist yet.
+
+        The watch begins with this call and goes on while the loop is busy; `close` or the end of a `with` block
+        ends it. Raises StaleError if the store is removed, CheckpointNotFoundError if `since` does not exist.
+
+            >>> import tensormount as tm
+            >>> with tm.Store("STORE").follow(since=0, timeout=10) as steps:
+            ...     print(next(steps)["checkpoint"])
+            step-1
+        """
+        return Follow(self.path, since, timeout)
 
     def publish(
         self, staging: str, *, name: Optional[str] = None, wait: float = 0.0
@@ -210,6 +236,73 @@ class Store:
             lambda task: read_json("tm_store_gc", path, ctypes.addressof(given))
         )
         return found
+
+
+class Follow:
+    """The iterator of `Store.follow`."""
+
+    _SLICE = 0.1  # Seconds between two polls; signal handlers run between them.
+
+    def __init__(self, path: PathLike, since: Union[None, int, str], timeout: Optional[float]) -> None:
+        given = _abi.WatchOptions(struct_size=ctypes.sizeof(_abi.WatchOptions))
+        if isinstance(since, str):
+            given.since = _text("since", since, "of a checkpoint, or a generation")
+            if not since:
+                raise InvalidArgumentError("since='': the name of the checkpoint is empty")
+        elif since is not None:
+            if not isinstance(since, int) or isinstance(since, bool) or not 0 <= since < 1 << 63:
+                raise InvalidArgumentError(f"since={since!r}: must be the name of a checkpoint, or a generation")
+            given.existing, given.above = 1, since
+        if timeout is not None and _number("timeout", timeout, "a number of seconds, or None") < 0:
+            raise InvalidArgumentError(f"timeout={timeout!r}: must be a number of seconds, or None")
+        self._path = os.fspath(path)
+        self._timeout = timeout
+        # Held during each call of the library, so that close() of another thread does not free the watch under it.
+        # Reentrant, because a signal handler may close what it interrupts.
+        self._lock = RLock()
+        out = ctypes.c_void_p()
+        status = _abi.library().tm_store_watch(
+            path_bytes(path), ctypes.addressof(given), ctypes.addressof(out)
+        )
+        if status:
+            _abi.fail(status, {_abi.TM_NOT_FOUND: CheckpointNotFoundError})
+        assert out.value is not None
+        self._address: Optional[int] = out.value
+        self._free = _abi.free_with(self, _abi.library().tm_watch_free, out.value)
+
+    def __iter__(self) -> Follow:
+        return self
+
+    def __enter__(self) -> Follow:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the watch. `next` then raises StopIteration, also on another thread that waits in it."""
+        with self._lock:
+            self._address = None
+            self._free()
+
+    def __next__(self) -> dict[str, Any]:
+        import json
+
+        end = None if self._timeout is None else time.monotonic() + self._timeout
+        while True:
+            left = self._SLICE if end is None else min(self._SLICE, max(0.0, end - time.monotonic()))
+            with self._lock:
+                if self._address is None:
+                    raise StopIteration
+                found = _abi.get_optional_text(
+                    _abi.library().tm_watch_next, self._address, int(left * 1000)
+                )
+            if found is not None:
+                step: dict[str, Any] = json.loads(found)
+                del step["event"]
+                return step
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"{self._path}: no checkpoint was published for {self._timeout:g} s")
 
 
 def _text(argument: str, value: Any, what: str = "") -> bytes:

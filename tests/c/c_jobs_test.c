@@ -486,12 +486,34 @@ static void tasks(const char* store, const char* good, const char* other) {
   FAILS(tm_store_publish(path, NULL, &json), TM_NOT_FOUND, "nothing");
 }
 
+// What is published is told to a watch, and what exists if it is asked for.
+static void watches(const char* store, const char* good) {
+  tm_watch* watch = NULL;
+  char* json = NULL;
+  tm_watch_options options = {sizeof options, 0, 0, NULL};
+  OK(tm_store_watch(store, NULL, &watch));
+  OK(tm_watch_next(watch, 0, &json));
+  CHECK(json == NULL);
+  tm_watch_free(watch);
+  options.existing = 1;
+  OK(tm_store_watch(store, &options, &watch));
+  OK(tm_watch_next(watch, 20000, &json));
+  CHECK(json_has(json, "\"event\":\"committed\""));
+  tm_watch_free(watch);
+  tm_watch_free(NULL);
+  options.since = "of-no-checkpoint";
+  FAILS(tm_store_watch(store, &options, &watch), TM_NOT_FOUND, "of-no-checkpoint");
+  FAILS(tm_store_watch(good, NULL, &watch), TM_INVALID_ARGUMENT, "is a checkpoint");
+  FAILS(tm_watch_next(NULL, 0, &json), TM_INVALID_ARGUMENT, "watch");
+}
+
 // A store with `good` and `damaged`, `other` among others.
 static void stores(const char* store, const char* good, const char* other, const char* damaged) {
   char* json = NULL;
   OK(tm_store_list(store, &json));
   CHECK(json_has(json, "\"checkpoint\":\"step-1\""));
   FAILS(tm_store_list("/nowhere/at/all", &json), TM_NOT_FOUND, "/nowhere");
+  watches(store, good);
   OK(tm_store_latest(store, &json));
   CHECK(json_has(json, "\"path\":\""));
   OK(tm_store_list(store, &json));

@@ -32,3 +32,4 @@ _Static_assert(sizeof(tm_remove_options) == 8, "");
 _Static_assert(sizeof(tm_pin_options) == 24, "");
 _Static_assert(sizeof(tm_prune_options) == 16, "");
 _Static_assert(sizeof(tm_export_options) == 96, "");
+_Static_assert(sizeof(tm_watch_options) == 24, "");
