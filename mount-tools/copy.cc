@@ -85,9 +85,7 @@ int RunDrain(const CopyArgs& args, const CopyOptions& copy, const Interrupt& int
     if (terminal.json) terminal.Json(retention::PruneJson(report));
     (void)terminal.Flush();
   };
-  options.not_pruned = [&](const Status& why) {
-    terminal.Warn(fmt::format("{} was not pruned: {}", args.paths[1], why.message()));
-  };
+  options.warned = [&](const std::string& text) { terminal.Warn(text); };
   options.waiting = [&](const Status& why, std::chrono::seconds wait) {
     caught_up = false;
     terminal.Warn(fmt::format("{}; next try in {} s", why.message(), wait.count()));

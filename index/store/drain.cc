@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// `copy --drain`: looks for new checkpoints once a second, and copies them.
+// `copy --drain`: waits for commits of a store, and copies them.
 #include "index/store/drain.h"
 
 #include <algorithm>
-#include <map>
+#include <memory>
 #include <optional>
 #include <set>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/cancel_scope.h"
 #include "base/file_system_for.h"
+#include "index/store/commit_watch.h"
 #include "index/store/copy.h"
 #include "index/store/retention.h"
 #include "index/store/store.h"
@@ -19,13 +19,8 @@
 namespace tensormount {
 namespace {
 
-constexpr std::chrono::milliseconds kLook{1000};
-// A source without times of directories is listed as a whole.
-constexpr std::chrono::milliseconds kFarLook{10'000};
 constexpr std::chrono::milliseconds kNap{200};
 constexpr std::chrono::seconds kLongestPause{60};
-// Age of a directory's change time from which on another change gets another time.
-constexpr std::int64_t kSettled = 2;
 
 // What is in the way of one checkpoint is in the way of all.
 bool ConcernsAll(const Status& status) {
@@ -49,29 +44,28 @@ bool MayPass(const Status& status) {
 
 class Drain {
  public:
-  Drain(FileSystem& from, Store source, FileSystem& to, const std::string& destination,
+  Drain(FileSystem& from, const std::string& source, FileSystem& to, const std::string& destination,
         const DrainOptions& options)
       : from_(from),
-        source_(std::move(source)),
+        source_(source),
         to_(to),
         destination_(destination),
         job_(to, destination, options.copy),
         options_(options) {}
 
   Status Run() {
-    std::chrono::seconds wait{0};
     if (options_.retain) Prune(Uuid());  // Frees what an earlier drain had to leave.
+    std::chrono::seconds wait{0};
     for (;;) {
-      const Status round = Round();
-      if (round.code() == Code::kCancelled || (!round.ok() && !ConcernsAll(round))) return round;
+      Status round = LookForNew();
+      if (round.ok()) round = CopyDue();
       if (round.ok()) {
         wait = std::chrono::seconds(0);
-        if (later_.empty() && options_.caught_up) options_.caught_up();
-        TENSORMOUNT_RETURN_IF_ERROR(Sleep(from_.Can(Ability::kStamps) ? kLook : kFarLook));
+        if (pending_.empty() && options_.caught_up) options_.caught_up();
         continue;
       }
+      if (!ConcernsAll(round)) return round;
       wait = Longer(wait);
-      stamp_.reset();
       if (options_.waiting) options_.waiting(round, wait);
       TENSORMOUNT_RETURN_IF_ERROR(Sleep(wait));
     }
@@ -79,82 +73,87 @@ class Drain {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // A checkpoint that is tried again.
-  struct Later {
+  // A checkpoint that has to be copied, and when it is tried again.
+  struct Pending {
+    Commit commit;
     std::chrono::seconds wait{0};
-    Clock::time_point when;
+    Clock::time_point when = Clock::time_point::min();
   };
 
   static std::chrono::seconds Longer(std::chrono::seconds wait) {
     return std::clamp(wait * 2, std::chrono::seconds(1), kLongestPause);
   }
 
+  Status CheckWatch() const { return options_.copy.watch ? options_.copy.watch(0, 0) : Status(); }
+
   Status Sleep(std::chrono::milliseconds time) {
     const auto end = Clock::now() + time;
     do {
-      if (options_.copy.watch) TENSORMOUNT_RETURN_IF_ERROR(options_.copy.watch(0, 0));
+      TENSORMOUNT_RETURN_IF_ERROR(CheckWatch());
       from_.SleepFor(std::min(time, kNap));
     } while (Clock::now() < end);
     return {};
   }
 
-  // Whether the directory of the source may have changed since the last call that returned true.
-  Result<bool> MayHaveChanged() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, from_.Stat(source_.path()));
-    if (!from_.Can(Ability::kStamps)) return true;
-    const std::pair<std::int64_t, std::int64_t> stamp{info.ctime_seconds, info.ctime_nanoseconds};
-    if (stamp_ == stamp) return false;
-    // A change within the same tick of the clock would keep the time.
-    if (from_.NowSeconds() - info.ctime_seconds >= kSettled) {
-      stamp_ = stamp;
-    } else {
-      stamp_.reset();
+  // Waits a moment for commits, and adds them to pending_.
+  Status LookForNew() {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckWatch());
+    if (watch_ == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(watch_, CommitWatch::Start(from_, source_, {.existing = true}));
     }
-    return true;
-  }
-
-  // Copies what is new, or to be tried again. Fails with what concerns all checkpoints, or ends the
-  // drain.
-  Status Round() {
-    const auto now = Clock::now();
-    const bool due = std::any_of(later_.begin(), later_.end(),
-                                 [&](const auto& one) { return one.second.when <= now; });
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool changed, MayHaveChanged());
-    if (!changed && !due) return {};
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<CheckpointListing> all, source_.List());
-    std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) {
-      return std::tie(a.generation, a.uuid) < std::tie(b.generation, b.uuid);
-    });
-    std::erase_if(all, [&](const CheckpointListing& one) {
-      return one.state == CheckpointListing::State::kNoCheckpoint || seen_.contains(KeyOf(one));
-    });
-    LeaveOutByRules(all);
-    std::map<std::string, Later> before = std::exchange(later_, {});
-    for (const CheckpointListing& one : all) {
-      const auto again = before.find(KeyOf(one));
-      if (again != before.end() && again->second.when > now) {
-        later_.insert(*again);
+    bool any = false;
+    for (;;) {
+      Result<std::optional<Commit>> next = watch_->Next(any ? std::chrono::milliseconds(0) : kNap);
+      if (!next.ok()) watch_.reset();
+      TENSORMOUNT_RETURN_IF_ERROR(next.status());
+      if (!next.value()) break;
+      any = true;
+      Commit& commit = *next.value();
+      if (seen_.contains(commit.uuid)) continue;
+      if (commit.removed) {
+        Warn((commit.name.empty() ? commit.uuid.ToString() : commit.name) +
+             " was removed before it was copied");
         continue;
       }
-      const Status status = CopyOne(one);
-      if (status.ok()) continue;
-      if (status.code() == Code::kCancelled || ConcernsAll(status) || !MayPass(status)) {
-        return status;
+      pending_.push_back({.commit = std::move(commit)});
+    }
+    for (const std::string& warning : watch_->TakeWarnings()) Warn(warning);
+    if (any) LeaveOutByRules();
+    return {};
+  }
+
+  void Warn(const std::string& text) const {
+    if (options_.warned) options_.warned(text);
+  }
+
+  // Copies what is new, or to be tried again now. Fails with what concerns all checkpoints, or ends
+  // the drain.
+  Status CopyDue() {
+    for (auto at = pending_.begin(); at != pending_.end();) {
+      if (at->when > Clock::now()) {
+        ++at;
+        continue;
       }
-      Later& next = later_[KeyOf(one)];
-      if (again != before.end()) next.wait = again->second.wait;
-      next.wait = Longer(next.wait);
-      next.when = Clock::now() + next.wait;
-      if (options_.waiting) options_.waiting(status, next.wait);
+      const Status status = CopyOne(at->commit);
+      if (status.ok()) {
+        seen_.insert(at->commit.uuid);
+        at = pending_.erase(at);
+        continue;
+      }
+      if (ConcernsAll(status) || !MayPass(status)) return status;
+      at->wait = Longer(at->wait);
+      at->when = Clock::now() + at->wait;
+      if (options_.waiting) options_.waiting(status, at->wait);
+      ++at;
     }
     return {};
   }
 
-  // Removes from `all` those that the rules would remove at once, so that a drain that begins again
-  // does not copy what earlier ones have pruned. Rules by hours and by metrics say that only of
-  // what the store has.
-  void LeaveOutByRules(std::vector<CheckpointListing>& all) {
-    if (!options_.retain || all.empty() || options_.retain->of_store ||
+  // Removes from pending_ those that the rules would remove at once, so that a drain that begins
+  // again does not copy what earlier ones have pruned. Rules by hours and by metrics say that only
+  // of what the store has.
+  void LeaveOutByRules() {
+    if (!options_.retain || options_.retain->of_store || pending_.empty() ||
         retention::NeedsOpening(*options_.retain)) {
       return;
     }
@@ -164,35 +163,34 @@ class Drain {
     if (!there.ok() || (!store.ok() && store.status().code() != Code::kNotFound)) return;
     std::vector<retention::Candidate> candidates;
     std::set<Uuid> known;
-    for (const std::vector<CheckpointListing>* list :
-         {&std::as_const(there).value(), &std::as_const(all)}) {
-      for (const CheckpointListing& one : *list) {
-        if (!one.problem.ok() || !known.insert(one.uuid).second) continue;
-        retention::Candidate& candidate = candidates.emplace_back();
-        candidate.name = one.name;
-        candidate.uuid = one.uuid;
-        candidate.generation = one.generation;
-        candidate.derived = one.derived;
-      }
+    const auto add = [&](const auto& one) {
+      if (!known.insert(one.uuid).second) return;
+      retention::Candidate& candidate = candidates.emplace_back();
+      candidate.name = one.name;
+      candidate.uuid = one.uuid;
+      candidate.generation = one.generation;
+      candidate.derived = one.derived;
+    };
+    for (const CheckpointListing& one : there.value()) {
+      if (one.problem.ok()) add(one);
     }
+    for (const Pending& one : pending_) add(one.commit);
     std::set<std::string> gone;
     for (const auto& decision : retention::Decide(*options_.retain, std::move(candidates))) {
       if (!decision.kept) gone.insert(decision.uuid);
     }
-    std::erase_if(all, [&](const CheckpointListing& one) {
-      const bool out = one.problem.ok() && gone.contains(one.uuid.ToString());
-      if (out) seen_.insert(KeyOf(one));
+    std::erase_if(pending_, [&](const Pending& one) {
+      const bool out = gone.contains(one.commit.uuid.ToString());
+      if (out) seen_.insert(one.commit.uuid);
       return out;
     });
   }
 
-  static std::string KeyOf(const CheckpointListing& one) {
-    return one.problem.ok() ? one.uuid.ToString() : one.name + "/";
-  }
-
-  Status CopyOne(const CheckpointListing& one) {
-    const Result<CopyReport> report = job_.Run({source_.CheckpointPath(one.name)}, {&from_});
-    CopiedCheckpoint copied{.name = one.name, .uuid = one.uuid.ToString()};
+  // OK: it was copied, or is left out for good.
+  Status CopyOne(const Commit& commit) {
+    const std::string path = commit.path();
+    const Result<CopyReport> report = job_.Run({path}, {&from_});
+    CopiedCheckpoint copied{.name = commit.name, .uuid = commit.uuid.ToString()};
     if (report.ok() && !report.value().checkpoints.empty()) {
       copied = report.value().checkpoints.front();
     } else {
@@ -201,19 +199,18 @@ class Drain {
     const Status& status = copied.status;
     if (status.code() == Code::kCancelled) return status;
     // A checkpoint that is not there any more need not be copied.
-    if (!status.ok() &&
-        from_.LinkStat(source_.CheckpointPath(one.name)).status().code() == Code::kNotFound) {
-      return from_.Stat(source_.path()).status();
+    if (!status.ok() && from_.LinkStat(path).status().code() == Code::kNotFound) {
+      Warn(commit.name + " was removed before it was copied");
+      return {};
     }
     if (MayPass(status)) return status;
     // Nothing was copied yet: it may be that nothing can be.
     const bool fatal = status.code() == Code::kUnsupported ||
                        status.code() == Code::kInvalidArgument || status.code() == Code::kReadOnly;
     if (fatal && !any_) return status;
-    seen_.insert(KeyOf(one));
     any_ = any_ || status.ok();
     if (options_.copied) options_.copied(job_.store()->path(), copied);
-    if (status.ok() && !copied.was_there && options_.retain) Prune(one.uuid);
+    if (status.ok() && !copied.was_there && options_.retain) Prune(commit.uuid);
     return {};
   }
 
@@ -228,21 +225,21 @@ class Drain {
             ? retention::Prune(to_, store.value(), options, retention::PruneContext{.saved = saved})
             : Result<PruneReport>(store.status());
     if (!pruned.ok()) {
-      if (options_.not_pruned) options_.not_pruned(pruned.status());
+      Warn(destination_ + " was not pruned: " + pruned.status().message());
     } else if (options_.pruned) {
       options_.pruned(pruned.value());
     }
   }
 
   FileSystem& from_;
-  const Store source_;
+  const std::string source_;
   FileSystem& to_;
   const std::string destination_;
   CopyJob job_;
   const DrainOptions& options_;
-  std::optional<std::pair<std::int64_t, std::int64_t>> stamp_;
-  std::set<std::string> seen_;  // Copied, or left out for good.
-  std::map<std::string, Later> later_;
+  std::unique_ptr<CommitWatch> watch_;
+  std::vector<Pending> pending_;
+  std::set<Uuid> seen_;  // Copied, or left out for good.
   bool any_ = false;
 };
 
@@ -253,9 +250,10 @@ Status DrainStore(const std::string& source, const std::string& destination,
   TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const from, FileSystemFor(source));
   TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const to, FileSystemFor(destination));
   if (options.retain) TENSORMOUNT_RETURN_IF_ERROR(retention::CheckRules(*options.retain));
-  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(*from, source));
+  // A store that is not there yet would be waited for; here a mistyped path is more likely.
+  TENSORMOUNT_RETURN_IF_ERROR(Store::Open(*from, source).status());
   const CancelScope scope(options.copy.cancel);
-  return Drain(*from, std::move(store), *to, destination, options).Run();
+  return Drain(*from, source, *to, destination, options).Run();
 }
 
 }  // namespace tensormount

@@ -22,7 +22,8 @@ struct DrainOptions {
   // Called after each checkpoint that was copied, or could not be.
   std::function<void(const std::string& destination, const CopiedCheckpoint&)> copied;
   std::function<void(const PruneReport&)> pruned;
-  std::function<void(const Status&)> not_pruned;  // Copies go on.
+  // A checkpoint that was removed before it was copied, or cannot be read; a prune that failed.
+  std::function<void(const std::string&)> warned;
   // Everything that could be copied was copied.
   std::function<void()> caught_up;
   // A checkpoint, or all, cannot be copied now; the next try is after `wait`.

@@ -110,7 +110,7 @@ class Copies(Writes):
         requests = len(self.server.requests)
         self.assertGreater(requests, 15)
         seen = set()
-        every = 1 if os.environ.get("TENSORMOUNT_LONG") else 3
+        every = 1 if os.environ.get("TENSORMOUNT_LONG") else 4
         for after in (False, True):
             for last in range(1 + after, requests + 1, every):
                 shutil.rmtree(self.stored)
