@@ -257,6 +257,8 @@ Requires-Python: >=3.9
 Provides-Extra: numpy
 Requires-Dist: numpy; extra == 'numpy'
 Requires-Dist: ml_dtypes; extra == 'numpy'
+Provides-Extra: remote
+Requires-Dist: pycurl>=7.45.4; extra == 'remote'
 Description-Content-Type: text/markdown
 
 {described}"""

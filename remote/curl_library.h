@@ -108,10 +108,12 @@ struct Library {
 #define TENSORMOUNT_DECLARE(name, result, parameters) result(*name) parameters = nullptr;
   TENSORMOUNT_CURL_FUNCTIONS(TENSORMOUNT_DECLARE)
 #undef TENSORMOUNT_DECLARE
+  // Certificates to trust, for a library that does not know those of the system; null: it does.
+  const char* ca_file = nullptr;
 };
 
 // The library, which stays open; opened and initialised at the first call. TENSORMOUNT_LIBCURL
-// names another file. kUnsupported, with the names of the packages: there is none. Thread-safe.
+// names another file, TENSORMOUNT_LIBCURL_ELSE one for systems that have none. kUnsupported, with the names of the packages: there is none. Thread-safe.
 Result<const Library*> Open();
 
 }  // namespace tensormount::curl

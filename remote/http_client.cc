@@ -221,12 +221,12 @@ class HttpTransfer {
            set(curl::kPostFields, request.body.data()) &&
            set(curl::kCustomRequest, request.method.c_str());
     }
-    for (const char* name : {"AWS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"}) {
-      const std::string file = EnvironmentVariable(name);
-      if (file.empty()) continue;
-      ok = ok && set(curl::kCaInfo, file.c_str());
-      break;
+    std::string authorities = library_.ca_file != nullptr ? library_.ca_file : "";
+    for (const char* name : {"CURL_CA_BUNDLE", "SSL_CERT_FILE", "AWS_CA_BUNDLE"}) {
+      std::string file = EnvironmentVariable(name);
+      if (!file.empty()) authorities = std::move(file);
     }
+    if (!authorities.empty()) ok = ok && set(curl::kCaInfo, authorities.c_str());
     return ok ? Status()
               : Status(Code::kUnsupported, "libcurl refuses its option " + std::to_string(refused) +
                                                "; it is " + library_.curl_version());

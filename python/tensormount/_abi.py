@@ -61,6 +61,17 @@ def library() -> Any:
     return _open()
 
 
+def _offer_libcurl() -> None:
+    """Names the libcurl that pycurl's wheel contains (the extra "remote"), for systems that have none."""
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "pycurl.libs")
+    try:
+        names = [name for name in os.listdir(folder) if name.startswith("libcurl")]
+    except OSError:
+        return
+    if names:
+        os.environ.setdefault("TENSORMOUNT_LIBCURL_ELSE", os.path.join(folder, min(names)))
+
+
 def _open() -> Any:
     global _library, _path
     from tensormount.errors import LibraryError
@@ -68,6 +79,7 @@ def _open() -> Any:
     with _lock:
         if _library is not None:
             return _library
+        _offer_libcurl()
         chosen = os.environ.get("TENSORMOUNT_LIBRARY")
         path = chosen or bundled()
         hint = (

@@ -4,18 +4,20 @@
 import filecmp
 import json
 import os
+import platform
 import random
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import harness
 import object_server
 from object_server import action, reset, status
 from remote_buckets_test import Bucket
-from remote_sources import DATA, linked, setUpModule  # noqa: F401
+from remote_sources import DATA, LIBRARY, ROOT, setUpModule  # noqa: F401
 
 @action
 def unquoted(answer):
@@ -25,6 +27,8 @@ def unquoted(answer):
 
 
 DAY = 86400
+LIBCURL = next(p for p in (f"/usr/lib/{platform.machine()}-linux-gnu/libcurl.so.4", "/usr/lib64/libcurl.so.4",
+                           "/usr/lib/libcurl.so.4") if os.path.exists(p))
 TO = "s3://bucket/runs/STORE"
 
 
@@ -413,6 +417,23 @@ class Copies(Writes):
         self.run_tool("verify", f"{TO}/step-2")
 
 
+    def test_libcurl_of_the_python_extra(self):
+        # The package lies beside pycurl.libs, and libcurl of the system cannot be opened.
+        shutil.copytree(ROOT / "python/tensormount", self.dir / "site2/tensormount",
+                        ignore=shutil.ignore_patterns("__pycache__", "lib", "bin"))
+        libs = self.dir / "site2/pycurl.libs"
+        libs.mkdir()
+        (libs / "libcurl-1234.so.4").symlink_to(LIBCURL)
+        code = ("import os, tensormount as tm; "
+                "print(tm.copy(os.environ['S'], 's3://bucket/runs/STORE')['checkpoints'][0]['event']); "
+                "print(os.environ['TENSORMOUNT_LIBCURL_ELSE'])")
+        env = {**os.environ, **self.env, "PYTHONPATH": str(self.dir / "site2"), "S": str(DATA / "STORE/step-1"),
+               "TENSORMOUNT_LIBRARY": str(LIBRARY), "TENSORMOUNT_LIBCURL": "libnothing.so"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30)
+        self.assertEqual(done.stdout.splitlines(), ["copied", str(libs / "libcurl-1234.so.4")], done.stderr)
+        self.assert_whole()
+
+
 class Removal(Writes):
     def setUp(self):
         super().setUp()
@@ -622,7 +643,7 @@ class Drains(Writes):
         _, err = child.communicate(timeout=20)
         self.assertIn("next try in", err)
 
-    def test_a_missing_bucket_and_changes_by_others_are_told(self):
+    def test_it_reports_a_missing_bucket_and_deleted_objects(self):
         store = self.dir / "S"
         self.import_step(DATA / "m.safetensors", store / "step-1")
         child = self.start("copy", store, "s3://nothing/STORE", "--drain")
