@@ -23,7 +23,10 @@
 namespace tensormount {
 namespace {
 
-constexpr std::size_t kMostActive = 32;
+// Requests that are sent at a time: to one server, so that one that hangs holds up no other, and in
+// all.
+constexpr std::size_t kMostOfOrigin = 32;
+constexpr std::size_t kMostActive = 256;
 constexpr std::size_t kMostHeaderBytes = 64 << 10;
 constexpr int kMostRedirects = 10;
 constexpr std::chrono::milliseconds kFirstWait{100};
@@ -135,7 +138,10 @@ class HttpTransfer {
 
   const HttpCall& call() const { return *call_; }
   Deadline::Clock::time_point not_before() const { return not_before_; }
+  // Of the next try.
+  std::string origin() const { return Origin(url_); }
   curl::Easy* easy = nullptr;
+  std::string counted_as;  // The origin that it counts for while it is active.
 
   // Sets the options of a try.
   Status Begin() {
@@ -527,7 +533,7 @@ class HttpClient::Loop {
       return Status(Code::kResourceExhausted, "cannot start the requests of URLs");
     }
     library->curl_multi_setopt(loop->multi_, curl::kMultiMaxConnects,
-                               static_cast<long>(kMostActive));
+                               static_cast<long>(2 * kMostOfOrigin));
     // Lives as long as the process: it may be needed during exit.
     Thread([loop] { loop->Work(); }).detach();
     return loop;
@@ -548,13 +554,20 @@ class HttpClient::Loop {
   }
 
  private:
+  struct Origin {
+    std::deque<std::unique_ptr<HttpTransfer>> waiting;
+    std::size_t active = 0;
+  };
   void Work() {
     for (;;) {
       std::uint64_t count = 0;
       (void)!read(wake_, &count, sizeof(count));
       {
         const std::lock_guard lock(mutex_);
-        for (auto& transfer : arrived_) waiting_.push_back(std::move(transfer));
+        for (auto& transfer : arrived_) {
+          std::string origin = transfer->origin();
+          origins_[std::move(origin)].waiting.push_back(std::move(transfer));
+        }
         arrived_.clear();
       }
       EndThoseThatAreOver();
@@ -564,7 +577,7 @@ class HttpClient::Loop {
       TakeEnded();
       BeginSome();
       curl::WaitDescriptor wake{wake_, curl::kWaitIn, 0};
-      const bool idle = active_.empty() && waiting_.empty();
+      const bool idle = origins_.empty();
       // Without work the thread sleeps until it is woken; connections stay open for a while.
       const int wait = idle ? 60'000 : static_cast<int>(kTick.count());
       int ready = 0;
@@ -573,14 +586,23 @@ class HttpClient::Loop {
   }
 
   void BeginSome() {
+    for (auto at = origins_.begin(); at != origins_.end();) {
+      BeginSomeOf(at->first, at->second);
+      at =
+          at->second.active == 0 && at->second.waiting.empty() ? origins_.erase(at) : std::next(at);
+    }
+  }
+  void BeginSomeOf(const std::string& name, Origin& origin) {
     const auto now = Deadline::Clock::now();
-    for (auto at = waiting_.begin(); at != waiting_.end() && active_.size() < kMostActive;) {
+    auto& waiting = origin.waiting;
+    for (auto at = waiting.begin();
+         at != waiting.end() && origin.active < kMostOfOrigin && active_.size() < kMostActive;) {
       if ((*at)->not_before() > now) {
         ++at;
         continue;
       }
       std::unique_ptr<HttpTransfer> transfer = std::move(*at);
-      at = waiting_.erase(at);
+      at = waiting.erase(at);
       transfer->easy = TakeEasy();
       Status begun = transfer->easy == nullptr
                          ? Status(Code::kResourceExhausted, "no memory for a request")
@@ -593,6 +615,8 @@ class HttpClient::Loop {
         transfer->Finish(std::move(begun));
         continue;
       }
+      transfer->counted_as = name;
+      ++origin.active;
       active_.push_back(std::move(transfer));
     }
   }
@@ -608,6 +632,7 @@ class HttpClient::Loop {
       if (at == active_.end()) continue;
       std::unique_ptr<HttpTransfer> transfer = std::move(*at);
       active_.erase(at);
+      --origins_[transfer->counted_as].active;
       library_.curl_multi_remove_handle(multi_, transfer->easy);
       const bool over = transfer->End(result);
       if (result != curl::kOk) {
@@ -615,7 +640,9 @@ class HttpClient::Loop {
         library_.curl_easy_cleanup(std::exchange(transfer->easy, nullptr));
       }
       GiveBack(*transfer);
-      if (!over) waiting_.push_front(std::move(transfer));
+      if (over) continue;
+      std::string origin = transfer->origin();  // Another one after a redirect.
+      origins_[std::move(origin)].waiting.push_front(std::move(transfer));
     }
   }
 
@@ -629,10 +656,14 @@ class HttpClient::Loop {
       library_.curl_multi_remove_handle(multi_, (*at)->easy);
       GiveBack(**at);
       (*at)->EndIfOver();
+      --origins_[(*at)->counted_as].active;
       at = active_.erase(at);
     }
-    for (auto at = waiting_.begin(); at != waiting_.end();) {
-      at = IsOver((*at)->call()) && (*at)->EndIfOver() ? waiting_.erase(at) : at + 1;
+    for (auto& [name, origin] : origins_) {
+      auto& waiting = origin.waiting;
+      for (auto at = waiting.begin(); at != waiting.end();) {
+        at = IsOver((*at)->call()) && (*at)->EndIfOver() ? waiting.erase(at) : at + 1;
+      }
     }
   }
   static bool IsOver(const HttpCall& call) {
@@ -655,7 +686,7 @@ class HttpClient::Loop {
   curl::Multi* const multi_;
   const int wake_;
   // Only the thread uses these.
-  std::deque<std::unique_ptr<HttpTransfer>> waiting_;
+  std::map<std::string, Origin> origins_;  // Those with requests.
   std::deque<std::unique_ptr<HttpTransfer>> active_;
   std::vector<curl::Easy*> free_;
   std::set<std::string> answered_;

@@ -128,11 +128,11 @@ class HttpBatch {
   std::vector<std::shared_ptr<HttpCall>> calls_;
 };
 
-// Requests over HTTP/1.1, up to 32 at a time, by one thread of this process. Transient failures
-// (no connection, a connection that broke, an answer that is short, 408, 429, 5xx) are tried again
-// with growing waits, or the wait that the server asks for, until the deadline; a range continues
-// where it stopped. Redirects are followed, at most ten, never from https to http. Proxies as
-// libcurl has them (https_proxy, no_proxy). Thread-safe.
+// Requests over HTTP/1.1, up to 32 at a time to one server, by one thread of this process.
+// Transient failures (no connection, a connection that broke, an answer that is short, 408, 429,
+// 5xx) are tried again with growing waits, or the wait that the server asks for, until the
+// deadline; a range continues where it stopped. Redirects are followed, at most ten, never from
+// https to http. Proxies as libcurl has them (https_proxy, no_proxy). Thread-safe.
 class HttpClient {
  public:
   // The one of this process.

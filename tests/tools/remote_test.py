@@ -330,6 +330,36 @@ class Faults(Remote):
                 # A range goes on where it stopped.
                 self.assertLess(server.sent(), 1.02 * 3 * WEIGHT, name)
 
+    def test_server_that_hangs_holds_up_no_other(self):
+        if not LIBRARY.exists():
+            self.skipTest(f"{LIBRARY} was not built")
+        script = """
+import os, sys, threading, time, tensormount as tm
+hangs, url, ended = sys.argv[1], sys.argv[2], []
+def wait(number):
+    try:
+        tm.open(f"{hangs}/{number}.safetensors")
+    except tm.Error as error:
+        ended.append(error)
+threads = [threading.Thread(target=wait, args=(n,), daemon=True) for n in range(40)]
+for thread in threads: thread.start()
+for line in sys.stdin:  # All that are sent at a time have arrived.
+    with tm.open(url) as checkpoint:
+        print(checkpoint["w"][...].shape, len(ended), flush=True)
+    os._exit(0)
+"""
+        hangs = self.serve(DATA)
+        hangs.fault = lambda number, path, range: object_server.delay(60)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "TENSORMOUNT_LIBRARY": str(LIBRARY),
+                       "PYTHONDONTWRITEBYTECODE": "1"}
+        with subprocess.Popen([sys.executable, "-c", script, hangs.url, f"{self.url}/m.safetensors"], env=environment,
+                              text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            self.addCleanup(child.kill)
+            self.wait_for("32 requests", lambda: len(hangs.requests) >= 32)
+            out, _ = child.communicate("go\n", timeout=15)
+        self.assertEqual(out, "(64, 48) 0\n")
+        self.assertEqual(len(hangs.requests), 32)
+
     def test_too_long_a_wait_is_not_begun(self):
         self.server.fault = lambda number, path, range: object_server.status(503, {"Retry-After": "100"})
         code, out, err, seconds, peak = self.measured("ls", f"{self.url}/m.safetensors")
