@@ -29,6 +29,8 @@ constexpr std::size_t kMostOfOrigin = 32;
 constexpr std::size_t kMostActive = 256;
 constexpr std::size_t kMostHeaderBytes = 64 << 10;
 constexpr int kMostRedirects = 10;
+// Answers with another range than was asked for: one server of several, or a proxy, may be broken.
+constexpr int kMostWrongRanges = 3;
 constexpr std::chrono::milliseconds kFirstWait{100};
 constexpr std::chrono::milliseconds kLongestBackoff{8'000};
 constexpr long kConnectMs = 10'000;
@@ -150,6 +152,7 @@ class HttpTransfer {
     header_bytes_ = 0;
     verdict_ = Status();
     head_checked_ = false;
+    wrong_range_ = false;
     cut_ = false;
     sent_ = 0;
     if (call_->extends_ && !std::exchange(begun_, true)) {
@@ -242,8 +245,8 @@ class HttpTransfer {
   bool End(int result) {
     library_.curl_easy_getinfo(easy, curl::kInfoResponseCode, &code_);
     response().code = static_cast<int>(code_);
-    if (!verdict_.ok()) return Finish(verdict_);  // Our own functions ended it.
-    if (cut_) result = curl::kOk;                 // The text of an error was too long.
+    if (!verdict_.ok()) return EndByVerdict();  // Our own functions ended it.
+    if (cut_) result = curl::kOk;               // The text of an error was too long.
     if (result != curl::kOk) {
       const bool no_connection =
           result == curl::kNoProxyHost || result == curl::kNoHost || result == curl::kNoConnection;
@@ -258,7 +261,7 @@ class HttpTransfer {
       return Redirect();
     }
     if (!head_checked_) CheckHead();  // An answer without a body.
-    if (!verdict_.ok()) return Finish(verdict_);
+    if (!verdict_.ok()) return EndByVerdict();
     if (code < 200 || code > 299 || !asked_) return Finish(Status());
     if (response().received < Expected()) {
       return TryAgain(Status(Code::kUnavailable, ShownUrl(url_) + ": the answer was short: " +
@@ -313,9 +316,10 @@ class HttpTransfer {
     const std::string text =
         ShownUrl(url_) + ": " + (error_[0] != '\0' ? error_ : library_.curl_easy_strerror(result));
     switch (result) {
-      case curl::kUnsupportedProtocol:
       case curl::kMalformedUrl:
         return {Code::kInvalidArgument, text};
+      case curl::kUnsupportedProtocol:  // Of the answer: ParseUrl has accepted the URL.
+        return {Code::kUnsupported, text};
       case curl::kPeerFailedVerification:
       case curl::kCaBadFile:
         return {Code::kPermissionDenied, text};
@@ -328,6 +332,13 @@ class HttpTransfer {
     const auto seconds = ParseNumber(response().Header("retry-after"));
     if (!seconds) return std::nullopt;
     return std::chrono::seconds(std::min<std::uint64_t>(*seconds, 3600));
+  }
+
+  bool EndByVerdict() {
+    if (wrong_range_ && ++wrong_ranges_ < kMostWrongRanges) {
+      return TryAgain(Status(Code::kUnavailable, std::string(verdict_.message())), std::nullopt);
+    }
+    return Finish(verdict_);
   }
 
   bool TryAgain(const Status& failure, std::optional<std::chrono::milliseconds> wait,
@@ -401,6 +412,7 @@ class HttpTransfer {
     const auto length = ParseNumber(response().Header("content-length"));
     if (code == 206) {
       const auto got = ParseContentRange(response().Header("content-range"));
+      wrong_range_ = true;
       if (!got) return refuse(Code::kDataLoss, "an answer of 206 without a valid Content-Range");
       if (got->bytes.begin != asked_->begin || got->bytes.end > asked_->end ||
           (got->bytes.end < asked_->end && got->bytes.end != got->size)) {
@@ -410,6 +422,7 @@ class HttpTransfer {
                           std::to_string(got->bytes.begin) + " to " +
                           std::to_string(got->bytes.end) + " of " + std::to_string(got->size));
       }
+      wrong_range_ = false;
       if (response().object_size && *response().object_size != got->size) {
         return refuse(Code::kStale, "the object was replaced while it was read");
       }
@@ -511,6 +524,8 @@ class HttpTransfer {
   std::size_t header_bytes_ = 0;
   bool begun_ = false;
   bool head_checked_ = false;
+  bool wrong_range_ = false;
+  int wrong_ranges_ = 0;
   bool cut_ = false;
   std::string version_;  // Of the object whose begin has arrived.
   std::uint64_t extended_at_ = 0;

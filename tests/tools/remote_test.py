@@ -330,6 +330,13 @@ class Faults(Remote):
                 # A range goes on where it stopped.
                 self.assertLess(server.sent(), 1.02 * 3 * WEIGHT, name)
 
+    def test_wrong_ranges_are_tried_again(self):
+        action = object_server.wrong_range(4096)
+        self.server.fault = lambda number, path, range: action if number % 3 else None
+        self.same("m.safetensors", "cat", "big")
+        self.same("STORE/step-1", "cat", "w")
+        self.assertGreater(self.server.faults()["wrong_range"], 3)
+
     def test_server_that_hangs_holds_up_no_other(self):
         if not LIBRARY.exists():
             self.skipTest(f"{LIBRARY} was not built")
