@@ -380,6 +380,10 @@ class HttpTransfer {
       return Finish(
           Status(Code::kPermissionDenied, ShownUrl(url_) + ": redirects from https to http"));
     }
+    if (call_->request_.refuse_directories &&
+        PercentDecode(to.value().path) == PercentDecode(from.value().path) + "/") {
+      return Finish(Status(Code::kNotFound, ShownUrl(url_) + ": is a directory of the server"));
+    }
     url_ = to.value().ToString();
     not_before_ = {};
     return false;

@@ -43,6 +43,8 @@ struct HttpRequest {
   // Of HttpResponse::body. A longer answer fails with kDataLoss.
   std::uint64_t most_body = std::uint64_t{1} << 20;
   bool follow_redirects = true;
+  // A redirect that only adds a slash, as servers send it for directories, fails with kNotFound.
+  bool refuse_directories = false;
   bool use_proxy = true;
   int tries = 8;
   // The server works for long before it answers; the caller sets a deadline.

@@ -149,8 +149,10 @@ RemoteFileSystem::Known RemoteFileSystem::Answered(const std::string& path,
   const HttpResponse& response = call.response();
   Known known;
   known.when = std::chrono::steady_clock::now();
-  // An empty object has no byte 0.
-  const bool empty = response.code == 416 && response.Header("content-range") == "bytes */0";
+  // An empty object has no byte 0. S3 says so in the body.
+  const bool empty =
+      response.code == 416 && (response.Header("content-range") == "bytes */0" ||
+                               response.body.find("<ActualObjectSize>0</") != std::string::npos);
   if (!empty && response.code != 200 && response.code != 206) {
     known.failure = FailureOf(path, response);
     return known;
@@ -235,6 +237,7 @@ Result<std::vector<RemoteFileSystem::Known>> RemoteFileSystem::LookUp(
       if (object.prepare) object.prepare();
       requests.push_back(object.RequestFor({0, kBeginBytes}, {}));
       requests.back().most_body = kBeginBytes;
+      requests.back().refuse_directories = !IsFileName(paths[i]);
       objects.push_back(std::move(object));
     }
     const auto calls = HttpClient::Get().Run(std::move(requests));
@@ -244,8 +247,13 @@ Result<std::vector<RemoteFileSystem::Known>> RemoteFileSystem::LookUp(
         if (memory.files.size() > kMostKnown) memory.files.clear();
         memory.files[paths[left[0]]] = {nullptr, calls.status(), std::chrono::steady_clock::now()};
       }
-      const bool named = calls.status().message().find(ShownUrl(paths[left[0]])) == 0;
-      return named ? calls.status() : calls.status().WithContext(ShownUrl(paths[left[0]]));
+      const bool named = std::any_of(left.begin(), left.end(), [&](std::size_t i) {
+        return calls.status().message().starts_with(ShownUrl(paths[i]));
+      });
+      if (named) return calls.status();
+      const std::string& path = paths[left[0]];  // Several are of one directory.
+      return calls.status().WithContext(
+          ShownUrl(left.size() == 1 ? path : path.substr(0, path.rfind('/'))));
     }
     std::vector<std::size_t> again;
     for (std::size_t n = 0; n < left.size(); ++n) {

@@ -101,6 +101,13 @@ class S3(Bucket):
         self.same("STORE", "ls", url="s3://bucket/STORE")
         self.same("STORE/step-1", "ls", url="s3://bucket/STORE/step-1")
 
+    def test_empty_object_is_reported_like_an_empty_file(self):
+        # S3 tells the size only in the body of the error.
+        self.server.fault = lambda number, path, range: object_server.status(
+            416, {}, b"<Error><Code>InvalidRange</Code><ActualObjectSize>0</ActualObjectSize></Error>") if range else None
+        (self.folder / "bucket" / "empty.safetensors").touch()
+        self.fails("ls", "s3://bucket/empty.safetensors", code="DATA_LOSS", says="a file of 0 bytes is too short")
+
     def test_strange_keys_are_read(self):
         for name in ("a b", "50%", "a+b", "%41", "Gewicht-ä-重み", "x&y=<z>'\""):
             linked(DATA / "STORE", self.folder / "bucket" / name / "STORE")

@@ -146,6 +146,22 @@ class Http(Remote):
                 self.fails(command[0], f"{self.url}/{source}", *command[1:], code="UNSUPPORTED",
                            says="servers for HTTP list no directories")
 
+    def test_directory_that_the_server_lists(self):
+        """nginx and others redirect /DIR to /DIR/, which may be a page: of any length, or with a file's headers."""
+        page = b"<html>"
+        for name in ("v1.0", "a b.x"):
+            linked(DATA / "hf", self.dir / name)
+        server = self.serve(self.dir)
+        for headers in ({"Content-Length": "1000000"}, {"ETag": '"page"', "Content-Length": str(len(page))}):
+            server.answer = lambda method, path, _, body: (
+                object_server.Answer(301, {"Location": f"{path}/".replace(" ", "%20")}) if path in ("/v1.0", "/a b.x") else
+                object_server.Answer(200, headers, page) if path.endswith("/") else None)
+            for name in ("v1.0", "a%20b.x"):
+                server.forget()
+                self.assertEqual(self.run_tool("ls", f"{server.url}/{name}").stdout, self.run_tool("ls", DATA / "hf").stdout)
+                self.assertIn(301, {r.status for r in server.requests})
+                self.assertFalse([r.path for r in server.requests if r.path.endswith("/")])
+
     def test_names_are_encoded(self):
         folder = self.dir / "a b+c%d é"
         linked(DATA / "m.safetensors", folder / "m #1?.safetensors")
