@@ -101,7 +101,7 @@ class Remote(harness.ToolTest):
         self.addCleanup(server.__exit__)
         return server
 
-    def measured(self, *args, env=None):
+    def measured(self, *args, env=None, limit=30):
         """(status, standard output, standard error, seconds, peak of memory in bytes) of the command."""
         with tempfile.TemporaryDirectory(dir=self.dir) as folder:
             begun = time.monotonic()
@@ -110,11 +110,11 @@ class Remote(harness.ToolTest):
                                      stderr=subprocess.PIPE, cwd=self.dir, env={**os.environ, **(env or {})},
                                      start_new_session=True)
             try:
-                out, err = child.communicate(timeout=30)
+                out, err = child.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 out, err = child.communicate()
-                err += b"killed after 30 s"
+                err += f"killed after {limit} s".encode()
             seconds = time.monotonic() - begun
             peak = pathlib.Path(folder, "peak")
             return (child.returncode, out, err.decode(errors="replace"), seconds,
