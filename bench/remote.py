@@ -7,7 +7,8 @@
 
 Starts nginx (of Debian) on the loopback interface, with a checkpoint and a safetensors file of the same tensors in --dir,
 and takes turns. Figures: seconds of the median round, and the ratio to the floor of the same round. --delay-ms: each
-answer waits so long, in a proxy of this program. --peers: also DCP through fsspec, where torch and fsspec are installed.
+answer waits so long, in a proxy of this program. --peers: also PyTorch's DCP through fsspec (with torch, fsspec and
+aiohttp), and TensorStore reading the tensors as zarr arrays in chunks of 8 MiB without compression (with tensorstore).
   tensor     one tensor of 64 MiB, verified and not
   load       all tensors by one process, verified and not
 """
@@ -147,6 +148,7 @@ def main():
                 "load, unverified": lambda r: load("store/step", "off"),
             }
             if args.peers:
+                import tensorstore
                 import torch
                 import torch.distributed.checkpoint as dcp
                 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
@@ -159,7 +161,9 @@ def main():
                     into = {key: torch.ones_like(value) for key, value in torch_state.items()}
                     begin = time.perf_counter()
                     dcp.load(into, storage_reader=FsspecReader(f"{url}/dcp"), no_dist=True)
-                    return time.perf_counter() - begin
+                    seconds = time.perf_counter() - begin
+                    assert all(torch.equal(into[key], value) for key, value in torch_state.items())
+                    return seconds
 
                 cases["DCP by fsspec"] = fsspec
 
@@ -170,6 +174,30 @@ def main():
                     return time.perf_counter() - begin
 
                 cases["load of the DCP folder"] = of_dcp
+
+                chunk = [(8 << 20) // (TENSOR // 1024), TENSOR // 1024]
+                for key, value in state.items():
+                    tensorstore.open(
+                        {"driver": "zarr", "kvstore": f"file://{root}/zarr/{key}/",
+                         "metadata": {"shape": value.shape, "chunks": chunk, "dtype": "|u1", "compressor": None}},
+                        create=True).result().write(value).result()
+                subprocess.run(["chmod", "-R", "a+rX", str(work)], check=True)
+                limits = tensorstore.Context({"http_request_concurrency": {"limit": 32}})
+
+                def of_tensorstore(r):
+                    into = {key: np.full_like(value, 1) for key, value in state.items()}
+                    begin = time.perf_counter()
+                    opened = [tensorstore.open({"driver": "zarr", "kvstore": f"{url}/zarr/{key}/"}, open=True,
+                                               context=limits) for key in into]
+                    copies = [tensorstore.array(value, copy=False).write(array.result())
+                              for array, value in zip(opened, into.values())]
+                    for copy in copies:
+                        copy.result()
+                    seconds = time.perf_counter() - begin
+                    assert all((into[key] == value).all() for key, value in state.items())
+                    return seconds
+
+                cases["TensorStore, zarr"] = of_tensorstore
             taken = {name: [] for name in cases}
             for turn in range(args.rounds + 1):
                 for name, case in cases.items():
