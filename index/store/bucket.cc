@@ -157,8 +157,12 @@ Result<std::string> MoveAway(FileSystem& fs, const std::string& store, const std
                              const std::optional<Uuid>& only) {
   ObjectWriter& writer = *fs.object_writer();
   const std::string path = CommitPath(store, name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string commit,
-                               writer.Get(path, kMaxCommitBytes, nullptr));
+  const Result<std::string> read = writer.Get(path, kMaxCommitBytes, nullptr);
+  if (read.status().code() == Code::kNotFound) {
+    return Status(Code::kNotFound, JoinPath(store, name) + ": no such checkpoint");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(read.status());
+  const std::string& commit = read.value();
   // Without `only`, a checkpoint whose COMMIT is damaged can be removed, too.
   const Result<DecodedCommit> decoded = DecodeCommit(commit, path);
   if (only) {

@@ -444,6 +444,7 @@ class Removal(Writes):
         self.run_tool("rm", f"{TO}/step-2")
         self.assertFalse((self.stored / "step-2/COMMIT").exists())
         self.assertNotIn("step-2", self.run_tool("ls", TO).stdout)
+        self.assertIn("no such checkpoint", self.run_tool("rm", f"{TO}/step-2", expect=2).stderr)
         self.assertIn("removed", self.run_tool("fsck", TO).stdout)
         # The name is taken until gc.
         self.assertIn("BUSY", self.copy(DATA / "STORE/step-2", expect=2).stderr)
