@@ -189,15 +189,21 @@ Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteR
   if (object->prepare) object->prepare();
   // Held from here on: what makes room for other blocks of this read stays until it is copied.
   std::vector<std::shared_ptr<Request>> requests;
-  std::size_t earlier = 0;  // So many of them were begun by others.
-  {
-    const std::lock_guard lock(mutex_);
-    for (std::uint64_t b = range.begin / kBlockBytes; b * kBlockBytes < range.end; ++b) {
+  // Adds the requests of others for blocks of `part`.
+  const auto join = [&](ByteRange part) {
+    for (std::uint64_t b = part.begin / kBlockBytes; b * kBlockBytes < part.end; ++b) {
       std::shared_ptr<Request> found = Find({object->number, b});
       if (found == nullptr || (!requests.empty() && requests.back() == found)) continue;
       by_use_.splice(by_use_.begin(), by_use_, found->used);
       requests.push_back(std::move(found));
     }
+  };
+  std::vector<bool> copied(
+      range.empty() ? 0 : (range.end - 1) / kBlockBytes - range.begin / kBlockBytes + 1);
+  std::size_t earlier = 0;  // So many of them were begun by others.
+  {
+    const std::lock_guard lock(mutex_);
+    join(range);
     earlier = requests.size();
     TENSORMOUNT_RETURN_IF_ERROR(StartLocked(object, range, true, &requests));
     if (ahead > 0) {
@@ -214,9 +220,11 @@ Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteR
       const std::lock_guard lock(mutex_);
       Forget(request);  // The next read asks anew.
       if (i >= earlier || answered.code() == Code::kStale) return answered;
-      // Somebody asked for it before, perhaps when the server was not well.
-      TENSORMOUNT_RETURN_IF_ERROR(
-          StartLocked(object, range.Intersect(request->range), true, &requests));
+      // Somebody asked for it before, perhaps when the server was not well. Another reader that
+      // shared the request may have asked anew already: its request is joined.
+      const ByteRange again = range.Intersect(request->range);
+      join(again);
+      TENSORMOUNT_RETURN_IF_ERROR(StartLocked(object, again, true, &requests));
       continue;
     }
     if (object->disk != nullptr && !request->kept.exchange(true)) {
@@ -225,6 +233,12 @@ Status BlockCache::Read(const std::shared_ptr<const RemoteObject>& object, ByteR
     const ByteRange part = range.Intersect(request->range);
     std::memcpy(out + (part.begin - range.begin),
                 request->bytes.get() + (part.begin - request->range.begin), part.size());
+    for (std::uint64_t b = part.begin / kBlockBytes; b * kBlockBytes < part.end; ++b) {
+      copied[b - range.begin / kBlockBytes] = true;
+    }
+  }
+  if (std::find(copied.begin(), copied.end(), false) != copied.end()) {
+    return {Code::kInternal, object->path + ": a block was neither read nor refused"};
   }
   return {};
 }

@@ -383,6 +383,47 @@ for line in sys.stdin:  # All that are sent at a time have arrived.
         self.assertEqual(out, "(64, 48) 0\n")
         self.assertEqual(len(hangs.requests), 32)
 
+    def test_readers_that_share_a_request_that_fails(self):
+        """One of them asks anew, and the others wait for it: nobody returns memory that nothing was written to."""
+        if not LIBRARY.exists():
+            self.skipTest(f"{LIBRARY} was not built")
+        script = """
+import sys, threading, tensormount as tm
+url, ends = sys.argv[1], []
+def read():
+    try:
+        with tm.open(url) as checkpoint:
+            ends.append(str(len(checkpoint)))
+    except tm.Error as error:
+        ends.append(type(error).__name__)
+read()  # The object is known now, and the rest of its header is not.
+threads = [threading.Thread(target=read) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(ends[0], *sorted(ends[1:]))
+"""
+        rest = []
+
+        def fault(number, path, range):
+            if range != "bytes=0-65535":
+                rest.append(range)
+                if len(rest) <= 2:
+                    return self.late_refusal
+        self.server.fault = fault
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "TENSORMOUNT_LIBRARY": str(LIBRARY),
+                       "PYTHONDONTWRITEBYTECODE": "1"}
+        out = subprocess.run([sys.executable, "-c", script, f"{self.url}/many.safetensors"], env=environment, text=True,
+                             capture_output=True, timeout=30)
+        # The one that asked first is refused.
+        self.assertEqual(out.stdout.split(), ["PermissionDeniedError", *["1000"] * 7, "PermissionDeniedError"], out.stderr)
+        self.assertEqual(len(rest), 3, rest)
+
+    @staticmethod
+    def late_refusal(answer):
+        object_server.status(403)(answer)
+        object_server.delay(0.3)(answer)
+    late_refusal.__func__.name = "late_refusal"
+
     def test_too_long_a_wait_is_not_begun(self):
         self.server.fault = lambda number, path, range: object_server.status(503, {"Retry-After": "100"})
         code, out, err, seconds, peak = self.measured("ls", f"{self.url}/m.safetensors")
