@@ -102,11 +102,11 @@ class Replacer:
         new = self.folder.parent / "new"
         os.link(DATA / "versions" / f"{version}.safetensors", new)
         os.replace(new, self.folder / "m.safetensors")
+        new.unlink(missing_ok=True)  # Of the version that is there already: rename() did nothing.
 
     def work(self):
         while not self.stop.wait(self.pause):
             self.count += 1
-            # Never the one that is there: rename() of two names of one file would do nothing.
             self.put(VERSIONS[self.count % len(VERSIONS)])
 
     def __enter__(self):
