@@ -46,12 +46,7 @@ Result<std::optional<RemoteFileSystem::Entries>> S3FileSystem::EntriesOf(const s
     if (entries.size() > kMostEntries) {
       return Status(Code::kUnsupported, path + ": has more than 1,000,000 entries");
     }
-    if (XmlText(xml, "IsTruncated") != "true") return std::string();
-    const std::string token = XmlText(xml, "NextContinuationToken");
-    if (token.empty()) {
-      return Status(Code::kDataLoss, path + ": the server's listing is cut off");
-    }
-    return "continuation-token=" + PercentEncode(token, false) + "&" + query;
+    return NextPageOfObjects(path, xml, query);
   };
   TENSORMOUNT_RETURN_IF_ERROR(requests_.List(path, at, "ListBucketResult", query, take));
   return std::optional<Entries>(std::move(entries));

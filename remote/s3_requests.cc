@@ -180,6 +180,21 @@ Status S3Requests::List(const std::string& path, const Location& bucket, std::st
   return {};
 }
 
+Result<std::string> NextPageOfObjects(const std::string& path, const std::string& xml,
+                                      const std::string& query) {
+  if (XmlText(xml, "IsTruncated") != "true") return std::string();
+  const std::string token = XmlText(xml, "NextContinuationToken");
+  if (token.empty()) {
+    return Status(Code::kDataLoss, path + ": the server's listing is cut off");
+  }
+  return "continuation-token=" + PercentEncode(token, false) + "&" + query;
+}
+
+std::string QuotedEtag(std::string_view etag) {
+  if (etag.empty() || etag.starts_with('"') || etag.starts_with("W/")) return std::string(etag);
+  return '"' + std::string(etag) + '"';
+}
+
 std::string KeyOfListing(std::string_view element, std::string_view name, bool encoded) {
   std::string key = XmlText(element, name);
   if (!encoded) return key;

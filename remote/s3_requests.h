@@ -78,6 +78,11 @@ class S3Requests {
   PerProcessMember<Regions> regions_;
 };
 
+// For List: the query for what follows a page of objects; empty: it was the last.
+Result<std::string> NextPageOfObjects(const std::string& path, const std::string& xml,
+                                      const std::string& query);
+// An ETag with its quotes. Servers exist that leave them out in some answers.
+std::string QuotedEtag(std::string_view etag);
 // A key of a listing: decoded if the listing says that it is encoded ("encoding-type=url").
 std::string KeyOfListing(std::string_view element, std::string_view name, bool encoded);
 

@@ -201,8 +201,7 @@ Result<std::string> S3Upload::Complete() {
     if (response.code == 200 &&
         response.body.find("<CompleteMultipartUploadResult") != std::string::npos) {
       ForgetWhatIsKnown();
-      const std::string etag = XmlText(response.body, "ETag");
-      return etag.empty() || etag.starts_with('"') ? etag : '"' + etag + '"';
+      return QuotedEtag(XmlText(response.body, "ETag"));
     }
     const std::string code = XmlText(response.body, "Code");
     if (response.code == 412 || code == "PreconditionFailed") {

@@ -26,17 +26,11 @@ constexpr std::chrono::milliseconds kBetweenPuts{200};
 constexpr std::size_t kDeletesAtOnce = 32;
 constexpr std::size_t kMostListed = 10'000'000;
 
-// Servers exist that leave the quotes out in some answers.
-std::string Quoted(std::string_view etag) {
-  if (etag.empty() || etag.starts_with('"') || etag.starts_with("W/")) return std::string(etag);
-  return '"' + std::string(etag) + '"';
-}
-
 ObjectInfo InfoOfAnswer(const std::string& path, const HttpResponse& response) {
   ObjectInfo info;
   info.path = path;
   info.size = ParseNumber(response.Header("content-length")).value_or(0);
-  info.etag = Quoted(response.Header("etag"));
+  info.etag = QuotedEtag(response.Header("etag"));
   info.modified_seconds = ParseHttpDate(response.Header("last-modified")).value_or(0);
   info.mark = response.Header("x-amz-meta-tensormount");
   return info;
@@ -120,7 +114,7 @@ Result<std::string> S3Writer::Put(const std::string& path, std::string data,
     ForgetWhatIsKnown();
     if (!call.ok()) return call.status().WithContext(path);
     const HttpResponse& response = call.value()->response();
-    if (response.code == 200) return Quoted(response.Header("etag"));
+    if (response.code == 200) return QuotedEtag(response.Header("etag"));
     if (options.if_absent && response.code == 412) {
       return Status(Code::kAlreadyExists, path + ": there is an object already");
     }
@@ -172,7 +166,7 @@ Result<std::string> S3Writer::CopyObject(const ObjectInfo& from, const std::stri
     const HttpResponse& response = call.value()->response();
     // An answer of 200 may be an error: it is begun before the result is known.
     if (response.code == 200 && response.body.find("<CopyObjectResult") != std::string::npos) {
-      return Quoted(XmlText(response.body, "ETag"));
+      return QuotedEtag(XmlText(response.body, "ETag"));
     }
     if (condition && (response.code == 400 || response.code == 501)) continue;
     if (response.code == 412 && response.body.find("If-None-Match") != std::string::npos) {
@@ -226,7 +220,7 @@ Result<ObjectListing> S3Writer::ListBelow(const std::string& path) {
       ObjectInfo info;
       info.path = root + key;
       info.size = ParseNumber(XmlText(element, "Size")).value_or(0);
-      info.etag = Quoted(XmlText(element, "ETag"));
+      info.etag = QuotedEtag(XmlText(element, "ETag"));
       info.modified_seconds = ParseIsoTime(XmlText(element, "LastModified")).value_or(0);
       listing.objects.push_back(std::move(info));
     }
@@ -234,12 +228,7 @@ Result<ObjectListing> S3Writer::ListBelow(const std::string& path) {
       return Status(Code::kUnsupported, path + ": has more than 10,000,000 objects");
     }
     listing.now = ParseHttpDate(response.Header("date")).value_or(0);
-    if (XmlText(xml, "IsTruncated") != "true") return std::string();
-    const std::string token = XmlText(xml, "NextContinuationToken");
-    if (token.empty()) {
-      return Status(Code::kDataLoss, path + ": the server's listing is cut off");
-    }
-    return "continuation-token=" + PercentEncode(token, false) + "&" + query;
+    return NextPageOfObjects(path, xml, query);
   };
   TENSORMOUNT_RETURN_IF_ERROR(requests_.List(path, at, "ListBucketResult", query, take));
   std::sort(listing.objects.begin(), listing.objects.end(),

@@ -90,14 +90,19 @@ class ExportJob {
       return writer.Sync();
     });
     TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: sync the files"));
+    TENSORMOUNT_RETURN_IF_ERROR(AddUpWritten(writer.bytes_written()));
+    TENSORMOUNT_RETURN_IF_ERROR(Publish());
+    report_.sync_seconds = SecondsSince(start);
+    return {};
+  }
+
+  Status AddUpWritten(std::uint64_t by_this_rank) {
     ByteWriter written;
-    written.U64(writer.bytes_written());
+    written.U64(by_this_rank);
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const auto all,
         collective_.AllGather(written.bytes(), "export: add up the sizes of the files"));
     for (const std::string& one : all) report_.bytes_written += ByteReader(one, "report").U64();
-    TENSORMOUNT_RETURN_IF_ERROR(Publish());
-    report_.sync_seconds = SecondsSince(start);
     return {};
   }
 
@@ -134,12 +139,7 @@ class ExportJob {
       return status.WithMessage(status.message() + "; objects below " + report_.path +
                                 " remain: " + removed.message());
     }
-    ByteWriter written;
-    written.U64(job.bytes_written());
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const auto all,
-        collective_.AllGather(written.bytes(), "export: add up the sizes of the files"));
-    for (const std::string& one : all) report_.bytes_written += ByteReader(one, "report").U64();
+    TENSORMOUNT_RETURN_IF_ERROR(AddUpWritten(job.bytes_written()));
     report_.write_seconds = SecondsSince(start);
     return {};
   }

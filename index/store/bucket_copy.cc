@@ -11,9 +11,6 @@
 #include <utility>
 
 #include "base/cancel_scope.h"
-#include "base/coding.h"
-#include "base/counted.h"
-#include "base/errors.h"
 #include "base/parallel.h"
 #include "index/records/store_paths.h"
 
@@ -245,21 +242,11 @@ Status BucketTarget::Send(Work& work, std::size_t number, const std::string& to)
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<ObjectUpload> upload,
                                writer_.Upload(to, entry.length, options));
-  copies::FileProof proof(work.source, entry);
-  std::vector<std::byte> buffer(pace_.Block());
-  for (std::uint64_t at = 0; at < entry.length;) {
-    const auto n =
-        static_cast<std::size_t>(std::min<std::uint64_t>(buffer.size(), entry.length - at));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
-                                 from->ReadAtWithin(at, buffer.data(), n, entry.length));
-    if (got != n) TENSORMOUNT_RETURN_IF_ERROR(from->ReadExactAt(at, buffer.data(), n));
-    TENSORMOUNT_RETURN_IF_ERROR(proof.Add(buffer.data(), n));
-    TENSORMOUNT_RETURN_IF_ERROR(upload->Add(buffer.data(), n));
-    at += n;
-    TENSORMOUNT_RETURN_IF_ERROR(pace_.Read(n));
-    TENSORMOUNT_RETURN_IF_ERROR(RenewIfDue(work, kRenewAfter));
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(proof.Finish());
+  const auto put = [&](std::uint64_t, const std::byte* data, std::size_t n) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(upload->Add(data, n));
+    return RenewIfDue(work, kRenewAfter);
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(ReadProven(work.source, entry, *from, put));
   Result<std::string> etag = upload->Finish();
   if (etag.status().code() == Code::kAlreadyExists) {
     // An earlier try, or another copy of this checkpoint, has put the same object.

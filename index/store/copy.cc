@@ -214,25 +214,17 @@ Status DirectoryTarget::CopyFile(const OpenedSource& source, const CommitRecord:
   const std::string part = JoinPath(outer, std::string(kPartPrefix) + Uuid::Random().Short());
   const auto write = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs_.CreateExclusive(part));
-    FileProof proof(source, entry);
-    buffer_.resize(pace_.Block());
     std::uint64_t started = 0;
-    for (std::uint64_t at = 0; at < entry.length;) {
-      const auto n =
-          static_cast<std::size_t>(std::min<std::uint64_t>(buffer_.size(), entry.length - at));
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
-                                   from.ReadAtWithin(at, buffer_.data(), n, entry.length));
-      if (got != n) TENSORMOUNT_RETURN_IF_ERROR(from.ReadExactAt(at, buffer_.data(), n));
-      TENSORMOUNT_RETURN_IF_ERROR(proof.Add(buffer_.data(), n));
-      TENSORMOUNT_RETURN_IF_ERROR(file->WriteAt(at, buffer_.data(), n));
+    const auto put = [&](std::uint64_t at, const std::byte* data, std::size_t n) -> Status {
+      TENSORMOUNT_RETURN_IF_ERROR(file->WriteAt(at, data, n));
       at += n;
       if (at - started >= kWritebackBytes) {
         file->StartWriteback(started, at - started);
         started = at;
       }
-      TENSORMOUNT_RETURN_IF_ERROR(pace_.Read(n));
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(proof.Finish());
+      return {};
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(ReadProven(source, entry, from, put));
     if (sealed) TENSORMOUNT_RETURN_IF_ERROR(file->Seal());
     TENSORMOUNT_RETURN_IF_ERROR(file->Sync());
     TENSORMOUNT_RETURN_IF_ERROR(file->Close());

@@ -98,6 +98,24 @@ Status CopyTarget::Prepare(Keys keys, std::uint64_t total) {
   });
 }
 
+Status CopyTarget::ReadProven(const OpenedSource& source, const CommitRecord::Entry& entry,
+                              File& from, const Sink& sink) {
+  FileProof proof(source, entry);
+  std::vector<std::byte> buffer(std::min<std::uint64_t>(pace_.Block(), entry.length));
+  for (std::uint64_t at = 0; at < entry.length;) {
+    const auto n =
+        static_cast<std::size_t>(std::min<std::uint64_t>(buffer.size(), entry.length - at));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
+                                 from.ReadAtWithin(at, buffer.data(), n, entry.length));
+    if (got != n) TENSORMOUNT_RETURN_IF_ERROR(from.ReadExactAt(at, buffer.data(), n));
+    TENSORMOUNT_RETURN_IF_ERROR(proof.Add(buffer.data(), n));
+    TENSORMOUNT_RETURN_IF_ERROR(sink(at, buffer.data(), n));
+    at += n;
+    TENSORMOUNT_RETURN_IF_ERROR(pace_.Read(n));
+  }
+  return proof.Finish();
+}
+
 void CopyTarget::RememberCopied(const std::string& name, const CommitRecord& record) {
   auto& [copied, keys] = copied_.emplace_back();
   copied = name;

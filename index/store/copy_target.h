@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -72,6 +73,11 @@ class CopyTarget {
   // Checks whether the name can be used. OK if it is free. Also OK if this checkpoint already has
   // the name there, which sets `out.was_there`.
   Status CheckName(const CopyRequest& wanted, CopiedCheckpoint& out) const;
+  // Reads a file of the source in blocks, compares them with its hashes, and passes each on.
+  // Thread-safe.
+  using Sink = std::function<Status(std::uint64_t at, const std::byte* data, std::size_t size)>;
+  Status ReadProven(const OpenedSource& source, const CommitRecord::Entry& entry, File& from,
+                    const Sink& sink);
   // The checkpoint `name`, which was just copied, has the files of `record`. Only the files of the
   // last few are remembered.
   void RememberCopied(const std::string& name, const CommitRecord& record);
