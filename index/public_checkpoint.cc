@@ -56,6 +56,22 @@ std::optional<std::uint64_t> Tensor::digest() const {
   return impl_->entry.digest;
 }
 
+Result<std::optional<ValueStatistics>> Tensor::statistics() const {
+  if (impl_->layer) return std::optional<ValueStatistics>();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ValueCounts> counts,
+                               impl_->opened->CountsOf(impl_->entry));
+  if (!counts) return std::optional<ValueStatistics>();
+  const TensorMeta& meta = impl_->meta();
+  ValueStatistics out;
+  out.count = ValuesIn(meta.dtype(), meta.elements());
+  out.zeros = counts->zeros;
+  out.nan = counts->nan;
+  out.posinf = counts->posinf;
+  out.neginf = counts->neginf;
+  if (out.count > counts->nonfinite()) out.absmax = AbsmaxOf(meta.dtype(), counts->absmax_bits);
+  return std::optional(out);
+}
+
 // For a layer, InStack maps the region to a region of the stacked tensor, and adds an axis to the
 // buffer of a box.
 Status Tensor::Read(const Region& region, const BufferView& out) const {

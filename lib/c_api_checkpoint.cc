@@ -118,6 +118,28 @@ tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const char* key,
   });
 }
 
+tm_status tm_checkpoint_statistics(const tm_checkpoint* checkpoint, const char* key,
+                                   tm_value_statistics* out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        CheckPointers({Handle(checkpoint, "checkpoint"), {key, "key"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto known, tensor.statistics());
+    tm_value_statistics found{};
+    if (known) {
+      found.known = 1;
+      found.count = known->count;
+      found.zeros = known->zeros;
+      found.nan = known->nan;
+      found.posinf = known->posinf;
+      found.neginf = known->neginf;
+      found.has_absmax = known->absmax ? 1 : 0;
+      found.absmax = known->absmax.value_or(0);
+    }
+    return tensormount::c_api::WriteStruct(found, out, "tm_value_statistics");
+  });
+}
+
 tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
                              const tm_region* region, const tm_buffer* out) {
   return Call([&]() -> Status {

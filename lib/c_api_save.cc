@@ -13,6 +13,7 @@
 
 using tensormount::Code;
 using tensormount::CommonCheck;
+using tensormount::Nonfinite;
 using tensormount::PlacementRule;
 using tensormount::ReplicaCheck;
 using tensormount::Result;
@@ -77,6 +78,14 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
       out.common_exempt,
       tensormount::c_api::ReadTexts(given.common_exempt, given.common_exempt_count,
                                     "tm_save_options.common_exempt"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.nonfinite,
+                               Choice("tm_save_options.nonfinite", given.nonfinite,
+                                      {Nonfinite::kAllow, Nonfinite::kWarn, Nonfinite::kRefuse}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.nonfinite_exempt,
+      tensormount::c_api::ReadTexts(given.nonfinite_exempt, given.nonfinite_exempt_count,
+                                    "tm_save_options.nonfinite_exempt"));
+  if (given.no_statistics != 0) out.statistics = tensormount::Statistics::kOff;
   // In c.h 0 is the default of each member, hence names like skip_validation and no_plan_reuse.
   if (given.replace != 0) out.if_exists = tensormount::IfExists::kReplace;
   out.validate = given.skip_validation == 0;

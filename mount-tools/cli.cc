@@ -253,6 +253,15 @@ void AddSaveCommands(Program& p) {
       ->capture_default_str();
   c->add_flag("--page-hashes", p.import.page_hashes,
               "Also write hashes of 4 KiB pages, so that reads of few rows verify less data");
+  c->add_option("--statistics", p.import.statistics,
+                "basic: count zeros, NaNs and infinities of each tensor while it is saved; or off")
+      ->capture_default_str();
+  c->add_option("--nonfinite", p.import.nonfinite,
+                "If a tensor has NaNs or infinities: allow, warn, or refuse to save")
+      ->capture_default_str();
+  c->add_option("--nonfinite-exempt", p.import.nonfinite_exempt,
+                "Glob of tensors that may have NaNs and infinities; may be repeated")
+      ->option_text("GLOB");
   c->add_option("--reuse", p.import.reuse,
                 "Hard-link unchanged data of an earlier checkpoint: auto (the latest), off, or the "
                 "name of a checkpoint")
@@ -382,6 +391,13 @@ void AddInspectCommands(Program& p) {
   c->add_option("SOURCE", p.ls.source, kSource)->required();
   c->add_option("GLOB", p.ls.glob, "Only keys that match; '*' also matches '/'");
   c->add_flag("--layers", p.ls.layers, "Also list the layers of stacked tensors");
+  c->add_flag(
+      "--stats", p.ls.stats,
+      "Zeros, NaNs, infinities and largest magnitude of each tensor, as counted by the save");
+  c->add_option("--where", p.ls.where,
+                "Only tensors for which this holds: 'nan > 0', 'absmax >= 1e4 and key ~ \"*.wq\"'; "
+                "exit status 1 if there is none")
+      ->option_text("CONDITION");
   c->add_flag("-l", p.ls.details,
               "Long format: dtype, shape, size (with -v digest, chunks, placement); for "
               "checkpoints date and size");
@@ -467,6 +483,13 @@ void AddInspectCommands(Program& p) {
                 "tensormount verify STORE/step-0", p.verify, RunVerify);
   c->add_option("SOURCE", p.verify.source, kSource)->required();
   c->add_flag("--quick", p.verify.quick, "Check only the commit record, lengths and the index");
+  CLI::Option* nonfinite =
+      c->add_flag("--nonfinite", p.verify.nonfinite,
+                  "Also look for NaNs and infinities; exit status 1 if a tensor has any");
+  c->add_option("--nonfinite-exempt", p.verify.nonfinite_exempt,
+                "Glob of tensors that may have NaNs and infinities; may be repeated")
+      ->option_text("GLOB")
+      ->needs(nonfinite);
   AddPartial(c, p.verify.partial);
 
   c = p.Command("check",

@@ -31,13 +31,16 @@ struct ImportArgs {
   int ranks = 0;               // 0: --ranks was not given.
   std::string placement = "auto";
   std::string if_exists = "fail";
-  bool page_hashes = false;       // See SaveOptions::page_hashes (tensormount/save.h).
-  std::string reuse = "auto";     // auto, off, or the name of the base checkpoint.
-  std::uint32_t full_every = 50;  // See SaveOptions::full_every.
-  int writers = 0;                // See SaveOptions::writers.
-  std::string inherit;            // STORE/NAME or NAME; empty: none.
-  std::string retain;             // Rules of tensormount/retention.h; empty: none.
-  bool ephemeral = false;         // See SaveOptions::ephemeral.
+  bool page_hashes = false;                   // See SaveOptions::page_hashes (tensormount/save.h).
+  std::string statistics = "basic";           // basic or off.
+  std::string nonfinite = "allow";            // allow, warn or refuse.
+  std::vector<std::string> nonfinite_exempt;  // Globs of keys.
+  std::string reuse = "auto";                 // auto, off, or the name of the base checkpoint.
+  std::uint32_t full_every = 50;              // See SaveOptions::full_every.
+  int writers = 0;                            // See SaveOptions::writers.
+  std::string inherit;                        // STORE/NAME or NAME; empty: none.
+  std::string retain;                         // Rules of tensormount/retention.h; empty: none.
+  bool ephemeral = false;                     // See SaveOptions::ephemeral.
   NameMapArgs map;
   // A rank that sends nothing for this long during a collective call counts as dead.
   double liveness_seconds = 30;
@@ -92,9 +95,12 @@ struct LsArgs {
   std::string glob;      // Glob of the keys to list; empty: all.
   bool details = false;  // Long format (-l).
   bool layers = false;   // Whether to list the layers of stacked tensors, too.
+  bool stats = false;    // Whether to show the value counts of each tensor.
+  std::string where;     // A condition on tensors (mount-tools/where.h); empty: all.
 };
 // Lists the checkpoints of a store, or the keys of a checkpoint. For a store it returns 1 or 2 if a
-// checkpoint is damaged or cannot be read; the others are still listed.
+// checkpoint is damaged or cannot be read; the others are still listed. With a condition it returns
+// 1 if no tensor fulfils it.
 int RunLs(const LsArgs& args, Terminal& terminal);
 
 struct InfoArgs {
@@ -211,10 +217,13 @@ struct VerifyArgs {
   std::string source;
   bool quick = false;
   bool partial = false;  // Whether to accept missing data of a foreign source.
+  // Whether NaNs and infinities are a failed check, too, except in tensors whose keys match a glob.
+  bool nonfinite = false;
+  std::vector<std::string> nonfinite_exempt;
 };
 // Verifies a checkpoint, or all checkpoints of a store or training directory. Returns 1 for damage,
-// also if the checkpoint cannot be opened because of damage; for several checkpoints the worst
-// status.
+// for NaNs and infinities with --nonfinite, and if the checkpoint cannot be opened because of
+// damage; for several checkpoints the worst status.
 int RunVerify(const VerifyArgs& args, Terminal& terminal);
 
 // Arguments of mount. Relative paths and "latest" are resolved at the start, because the daemon

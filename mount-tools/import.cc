@@ -335,6 +335,25 @@ void PrintImport(const SaveReport& report, const std::vector<std::string>& besid
   }
 }
 
+// --statistics and --nonfinite.
+Status ReadValueOptions(const ImportArgs& args, SaveOptions& options) {
+  if (args.statistics != "basic" && args.statistics != "off") {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("--statistics {}: must be basic or off", args.statistics));
+  }
+  if (args.statistics == "off") options.statistics = Statistics::kOff;
+  if (args.nonfinite == "warn") {
+    options.nonfinite = Nonfinite::kWarn;
+  } else if (args.nonfinite == "refuse") {
+    options.nonfinite = Nonfinite::kRefuse;
+  } else if (args.nonfinite != "allow") {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("--nonfinite {}: must be allow, warn or refuse", args.nonfinite));
+  }
+  options.nonfinite_exempt = args.nonfinite_exempt;
+  return {};
+}
+
 }  // namespace
 
 int RunImport(const ImportArgs& args, Terminal& terminal) {
@@ -357,6 +376,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   }
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   options.page_hashes = args.page_hashes;
+  if (before.ok()) before = ReadValueOptions(args, options);
   options.writers = args.writers;
   if (before.ok()) before = ReadBase(args, options);
   options.ephemeral = args.ephemeral;

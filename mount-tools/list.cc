@@ -24,6 +24,7 @@
 #include "mount-tools/nearest.h"
 #include "mount-tools/shown_text.h"
 #include "mount-tools/source.h"
+#include "mount-tools/value_columns.h"
 
 namespace tensormount::tools {
 namespace {
@@ -300,14 +301,40 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
 // Lists the keys of a checkpoint. The columns of -l have fixed widths, except the last, the key, so
 // that each line is printed when its tensor is read.
 int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
+  std::optional<Condition> where;
+  if (!args.where.empty()) {
+    Result<Condition> parsed = Condition::Parse(args.where, KindOfField);
+    if (!parsed.ok()) return terminal.Fail(parsed.status().WithContext("--where"));
+    where = std::move(parsed).value();
+  }
+  const bool columns = args.details || args.stats;
+  if (args.stats && !terminal.json && !terminal.quiet) {
+    terminal.Line(
+        fmt::format("{:<5} {:<16} {:>8} {}key", "dtype", "shape", "size", CountsHeading()));
+  }
+  std::size_t matched = 0;  // By the glob.
   std::size_t listed = 0;
+  Status counting;
   const Status status = checkpoint.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     if (!args.glob.empty() && !GlobMatches(args.glob, tensor.meta.key())) return true;
+    ++matched;
+    std::optional<ValueCounts> counts;
+    if (args.stats || where) {
+      Result<std::optional<ValueCounts>> known = checkpoint.CountsOf(tensor);
+      counting = known.status();
+      if (!known.ok()) return false;
+      counts = known.value();
+    }
+    const auto lookup = [&](std::string_view field) { return FieldOf(tensor, counts, field); };
+    if (where && where->Holds(lookup) != true) return true;
     ++listed;
     if (terminal.json) {
-      terminal.Json(TensorJson(checkpoint, tensor));
-    } else if (args.details) {
+      nlohmann::ordered_json json = TensorJson(checkpoint, tensor);
+      if (args.stats) AddCountsJson(tensor.meta, counts, json);
+      terminal.Json(json);
+    } else if (columns) {
       std::string line = TensorColumns(tensor.meta);
+      if (args.stats) line += CountsColumns(tensor.meta, counts);
       if (terminal.verbose) {
         line += fmt::format("{} {:>5} {:<11} ",
                             tensor.has_digest ? DigestHex(tensor.digest) : std::string(16, '-'),
@@ -320,19 +347,22 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
     return true;
   });
   if (!status.ok()) return terminal.Fail(status);
+  if (!counting.ok()) return terminal.Fail(counting);
   if (args.layers) {
-    const Status layers = ListLayers(checkpoint, args, terminal, listed);
+    const Status layers = ListLayers(checkpoint, args, terminal, matched);
     if (!layers.ok()) return terminal.Fail(layers);
   }
   // A glob that matches no key is an error, so that the checkpoint does not seem to be empty.
-  if (listed == 0 && !args.glob.empty()) {
+  if (matched == 0 && !args.glob.empty()) {
     const int flushed = terminal.Flush();
     if (flushed != kDone) return flushed;
     return terminal.Fail(Status(Code::kNotFound, fmt::format("'{}': no key of {} matches it",
                                                              args.glob, args.source)),
                          KeyHint(checkpoint, args.source, args.glob));
   }
-  return terminal.Flush();
+  const int flushed = terminal.Flush();
+  if (flushed != kDone || !where) return flushed;
+  return listed > 0 ? kDone : kCheckFailed;
 }
 
 // Prints a layer. Only the stacked tensor has chunks, digest and placement.
@@ -446,7 +476,21 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Termina
   json["mtime"] = tensor.mtime;
   const std::string tier = TierOf(chunks.value(), whole.ok());
   json["tier"] = tier;
+  const Result<std::optional<ValueCounts>> counts = checkpoint.CountsOf(tensor);
+  if (!counts.ok()) terminal.Warn(counts.status().message());
+  const std::optional<ValueCounts> known = counts.ok() ? counts.value() : std::nullopt;
+  AddCountsJson(tensor.meta, known, json);
+  // Which chunks have the values that are not finite.
+  std::vector<std::optional<ValueCounts>> chunk_counts(chunks.value().size());
+  if (known && known->nonfinite() > 0) {
+    for (std::size_t i = 0; i < chunk_counts.size(); ++i) {
+      const auto read = checkpoint.CountsOf(tensor, chunks.value()[i]);
+      if (!read.ok()) return terminal.Fail(read.status());
+      chunk_counts[i] = read.value();
+    }
+  }
   if (whole.ok()) json["whole_file"] = checkpoint.FilePath(whole.value());
+  std::size_t number = 0;
   for (const ChunkRecord& chunk : chunks.value()) {
     nlohmann::ordered_json c = {{"region", chunk.region.ToString()},
                                 {"file", checkpoint.index().files()[chunk.file].name},
@@ -456,6 +500,9 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Termina
       c["strides"] = std::vector<std::int64_t>(chunk.strides.begin(), chunk.strides.end());
     }
     if (chunk.has_hash) c["hash"] = chunk.hash.ToHex();
+    if (const auto& some = chunk_counts[number++]; some && some->nonfinite() > 0) {
+      AddCountsJson(tensor.meta, some, c);
+    }
     json["extents"].push_back(c);
   }
   if (terminal.json) {
@@ -472,12 +519,20 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Termina
   terminal.Line(fmt::format("placement  {}", PlacementOf(checkpoint, tensor)));
   terminal.Line(fmt::format("tier       {}", tier));
   if (whole.ok()) terminal.Line(fmt::format("file       {}", whole.value()));
+  if (known) {
+    const std::string odd = known->nonfinite() > 0 ? DescribeNonfinite(*known) : "all finite";
+    terminal.Line(fmt::format("values     {}, {}, largest magnitude {}", odd,
+                              Counted(known->zeros, "zero"), AbsmaxText(tensor.meta, *known)));
+  }
+  number = 0;
   for (const ChunkRecord& chunk : chunks.value()) {
     const std::string strides =
         chunk.strides.rank() > 0 ? ", strides " + chunk.strides.ToString() : "";
-    terminal.Line(fmt::format("chunk      {} in {} at {}, {}{}", chunk.region.ToString(),
+    const auto& some = chunk_counts[number++];
+    const std::string odd = some && some->nonfinite() > 0 ? ": " + DescribeNonfinite(*some) : "";
+    terminal.Line(fmt::format("chunk      {} in {} at {}, {}{}{}", chunk.region.ToString(),
                               checkpoint.index().files()[chunk.file].name, chunk.offset,
-                              HumanBytes(chunk.length), strides));
+                              HumanBytes(chunk.length), strides, odd));
   }
   return terminal.Flush();
 }

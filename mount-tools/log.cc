@@ -11,6 +11,7 @@
 
 #include "base/counted.h"
 #include "base/parallel.h"
+#include "index/read/value_totals.h"
 #include "index/records/layer_names.h"
 #include "index/store/costs.h"
 #include "index/store/history.h"
@@ -87,6 +88,7 @@ struct LogRow {
   const CheckpointCost* cost = nullptr;
   std::optional<std::int64_t> since_previous;  // Seconds since the step before.
   std::vector<std::optional<CommonValue>> values;
+  std::optional<std::uint64_t> nonfinite;  // NaNs and infinities; nullopt: not known.
   // Problems that do not keep the checkpoint from being read, and those of reading the values.
   std::vector<std::string> damage;
   State state = State::kGood;
@@ -108,6 +110,7 @@ class StoreLog {
     if (!pinned.ok()) terminal_.Warn("cannot read the pins: " + pinned.status().message());
     if (pinned.ok()) pinned_ = std::move(pinned).value();
     MakeRows(costs.value());
+    ReadCounts();
     ReadValues();
     // Removed since they were listed.
     std::erase_if(rows_,
@@ -152,6 +155,27 @@ class StoreLog {
       rows_.erase(rows_.begin(), rows_.end() - static_cast<std::ptrdiff_t>(limit));
     }
     if (!args_.reverse) std::ranges::reverse(rows_);
+  }
+
+  void ReadCounts() {
+    struct Nothing {};
+    const Status read =
+        ForEachParallel<Nothing>(rows_.size(), 0, [&](std::size_t i, Nothing&) -> Status {
+          LogRow& row = rows_[i];
+          if (!row.listing.problem.ok()) return Status();
+          const Result<std::optional<std::uint64_t>> counted =
+              CountNonfinite(store_.fs(), store_.CheckpointPath(row.listing.name));
+          if (counted.ok()) {
+            row.nonfinite = counted.value();
+          } else if (counted.status().code() == Code::kNotFound) {
+            row.listing.problem = counted.status();
+          } else {
+            row.damage.push_back(counted.status().ToString());
+            row.state = StateOfFailure(counted.status());
+          }
+          return Status();
+        });
+    if (!read.ok()) terminal_.Fail(read);
   }
 
   void ReadValues() {
@@ -209,6 +233,7 @@ class StoreLog {
     add(IsPinned(row), "pin");
     add(!pins_read_.ok(), "pin?");
     add(row.listing.derived, "derived");
+    add(row.nonfinite.value_or(0) > 0, fmt::format("nonfinite={}", row.nonfinite.value_or(0)));
     add(row.state == State::kDamaged, "damaged");
     add(row.state == State::kUnread, "unread");
     return marks.empty() ? "-" : marks;
@@ -270,6 +295,8 @@ class StoreLog {
       if (row.since_previous) json["since_previous"] = *row.since_previous;
       json["pinned"] = IsPinned(row);
       if (!pins_read_.ok()) json["pinned"] = nullptr;
+      json["nonfinite"] = nullptr;
+      if (row.nonfinite) json["nonfinite"] = *row.nonfinite;
     }
     json["damage"] = row.damage;
     if (!paths_.empty()) {

@@ -13,12 +13,14 @@
 #include "base/counted.h"
 #include "index/foreign/format.h"
 #include "index/foreign/verify_foreign.h"
+#include "index/read/count_values.h"
 #include "index/read/known_defects.h"
 #include "index/read/report_json.h"
 #include "index/store/costs.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
+#include "mount-tools/value_columns.h"
 
 namespace tensormount::tools {
 namespace {
@@ -77,6 +79,49 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
   return whole || (args.partial && lost == report.damages.size());
 }
 
+// Looks for NaNs and infinities. Returns kDone, kCheckFailed if there are any, or kFailed.
+int FindNonfiniteIn(const OpenedCheckpoint& checkpoint, const std::string& name,
+                    const VerifyArgs& args, Terminal& terminal) {
+  NonfiniteSearch search;
+  search.exempt = args.nonfinite_exempt;
+  search.recorded_only = args.quick;
+  Result<NonfiniteTensors> result = NonfiniteTensors();
+  {
+    Progress progress(terminal, "count values of " + name);
+    search.watch = [&](std::uint64_t done, std::uint64_t total) {
+      progress.Set(done, total);
+      return Status();
+    };
+    result = FindNonfinite(checkpoint, search);
+  }
+  if (!result.ok()) {
+    terminal.Fail(result.status().WithContext(name));
+    return result.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
+  }
+  for (const NonfiniteTensors::Found& one : result.value().found) {
+    const TensorMeta& meta = one.tensor.meta;
+    if (terminal.json) {
+      nlohmann::ordered_json json = {
+          {"event", "nonfinite"}, {"checkpoint", name}, {"key", meta.key()}};
+      AddCountsJson(meta, one.counts, json);
+      terminal.Json(json);
+    } else {
+      const std::uint64_t values = ValuesIn(meta.dtype(), meta.elements());
+      terminal.Line(fmt::format("{}: tensor {}: {} among {} values", name, meta.key(),
+                                DescribeNonfinite(one.counts), values));
+    }
+  }
+  const bool found = !result.value().found.empty();
+  if (result.value().left_out > 0) {
+    terminal.Fail(Status(Code::kUnsupported,
+                         fmt::format("{}: the values of {} were not counted when they were saved; "
+                                     "without --quick they are read",
+                                     name, Counted(result.value().left_out, "tensor"))));
+    return kFailed;
+  }
+  return found ? kCheckFailed : kDone;
+}
+
 // Verifies one checkpoint. Returns kDone, kCheckFailed or kFailed.
 int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& terminal) {
   const bool foreign = source.kind == SourceKind::kForeign;
@@ -102,12 +147,19 @@ int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& termi
   if (!foreign) NameSharers(*source.fs, source.path, report.value());
   // Hashes do not show data that were wrong when they were saved, so known defects of the program
   // that saved the checkpoint are added as warnings.
-  if (const auto opened = OpenFound(source, terminal.roots); opened.ok()) {
+  const auto opened = OpenFound(source, terminal.roots);
+  if (opened.ok()) {
     for (std::string& note : FindKnownDefects(*opened.value())) {
       report.value().warnings.push_back(std::move(note));
     }
   }
-  return PrintVerdict(name, report.value(), args, terminal) ? kDone : kCheckFailed;
+  const int verdict = PrintVerdict(name, report.value(), args, terminal) ? kDone : kCheckFailed;
+  if (!args.nonfinite) return verdict;
+  if (!opened.ok()) {
+    terminal.Fail(opened.status().WithContext(name));
+    return std::max(verdict, opened.status().code() == Code::kDataLoss ? kCheckFailed : kFailed);
+  }
+  return std::max(verdict, FindNonfiniteIn(*opened.value(), name, args, terminal));
 }
 
 // All checkpoints of a store or training directory; for other sources only the source itself.

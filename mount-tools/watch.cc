@@ -140,6 +140,9 @@ class CommitReporter {
                       commit.uuid.ToString());
       if (commit.derived) line += "\tderived";
       if (commit.removed) line += "\tremoved since";
+      if (commit.nonfinite.value_or(0) > 0) {
+        line += fmt::format("\tnonfinite={}", *commit.nonfinite);
+      }
       terminal_.Line(line);
     }
     return terminal_.Flush();

@@ -14,13 +14,15 @@ void ChunkHashes::AppendTo(std::vector<Hash128>& manifest) const {
   if (!pages.empty()) AppendPageHashes(leaves, root, pages, manifest);
 }
 
-ChunkAccumulator::ChunkAccumulator(Pages pages) : leaves_(kLeafBytes) {
+ChunkAccumulator::ChunkAccumulator(Pages pages, std::optional<DType> values) : leaves_(kLeafBytes) {
   if (pages == Pages::kHashed) pages_.emplace(kHashPageBytes);
+  if (values && CanCount(*values)) values_.emplace(*values);
 }
 
 void ChunkAccumulator::Update(const void* data, std::size_t size) {
   leaves_.Update(data, size);
   if (pages_) pages_->Update(data, size);
+  if (values_) values_->Update(data, size);
 }
 
 ChunkHashes ChunkAccumulator::Finish() {
@@ -29,6 +31,7 @@ ChunkHashes ChunkAccumulator::Finish() {
   hashes.leaves = leaves_.Take();
   hashes.root = ChunkRoot(hashes.leaves, hashes.length);
   if (pages_) hashes.pages = pages_->Take();
+  if (values_) hashes.counts = values_->Take();
   return hashes;
 }
 

@@ -13,6 +13,7 @@
 
 #include "base/hash.h"
 #include "shard/leaf_hash.h"
+#include "shard/value_counts.h"
 
 namespace tensormount {
 
@@ -23,9 +24,11 @@ struct ChunkHashes {
   Hash128 root;  // The root over leaves and length (ChunkRoot).
   std::vector<Hash128> leaves;
   std::vector<Hash128> pages;  // One per 4 KiB (shard/page_hash.h); empty if not requested.
+  std::optional<ValueCounts> counts;  // If requested, and the values of the dtype can be counted.
 
   // Appends the hashes to those of a manifest, in the order of docs/format.md: the leaves, and, if
-  // there are page hashes, the mark and the blocks of shard/page_hash.h.
+  // there are page hashes, the mark and the blocks of shard/page_hash.h. The row of the counts is
+  // not appended.
   void AppendTo(std::vector<Hash128>& manifest) const;
 };
 
@@ -33,7 +36,8 @@ struct ChunkHashes {
 class ChunkAccumulator {
  public:
   enum class Pages { kNone, kHashed };
-  explicit ChunkAccumulator(Pages pages = Pages::kNone);
+  // `values`: the dtype of the elements, whose values are counted, too.
+  explicit ChunkAccumulator(Pages pages = Pages::kNone, std::optional<DType> values = std::nullopt);
 
   void Update(const void* data, std::size_t size);
   // Ends the range and returns its hashes. The accumulator is then empty, for the next range.
@@ -42,6 +46,7 @@ class ChunkAccumulator {
  private:
   LeafHasher leaves_;
   std::optional<LeafHasher> pages_;
+  std::optional<ValueCounter> values_;
 };
 
 // The hashes of a range that is completely in memory.

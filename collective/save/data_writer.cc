@@ -81,7 +81,7 @@ std::vector<Unit> UnitsOf(const RankTask& task, const StateDict& state, int writ
 // Joins the parts of a rank into its manifest.
 class PartJoiner {
  public:
-  explicit PartJoiner(const RankTask& task) : task_(task) {}
+  PartJoiner(const RankTask& task, bool counts) : task_(task) { out_.extras.counts = counts; }
 
   Status Add(WrittenPart part) {
     std::vector<std::uint32_t> files;  // New numbers by old ones.
@@ -107,7 +107,7 @@ class PartJoiner {
           record.extents.AppendMapped(tensor.extents, files, 0, first_leaf));
     }
     out_.leaves.insert(out_.leaves.end(), part.leaves.begin(), part.leaves.end());
-    out_.paged = out_.paged || part.paged;
+    out_.extras.pages = out_.extras.pages || part.paged;
     out_.bytes += part.bytes;
     std::ranges::move(part.files, std::back_inserter(out_.files));
     return Status();
@@ -191,7 +191,7 @@ Result<WrittenData> WriteData(const WriteInput& input) {
       });
   TENSORMOUNT_RETURN_IF_ERROR(first);
   TENSORMOUNT_RETURN_IF_ERROR(all);
-  PartJoiner joiner(input.task);
+  PartJoiner joiner(input.task, input.count_values);
   for (WrittenPart& part : written) TENSORMOUNT_RETURN_IF_ERROR(joiner.Add(std::move(part)));
   return joiner.Finish(input.staging);
 }

@@ -16,6 +16,7 @@
 #include "collective/save/block_reader.h"
 #include "collective/save/rank_task.h"
 #include "index/records/inventory.h"
+#include "index/records/leaf_section.h"
 #include "index/store/store.h"
 
 namespace tensormount {
@@ -23,8 +24,8 @@ namespace tensormount {
 // The data that one rank has written, as in its manifest.
 struct WrittenData {
   Inventory inventory;          // File numbers are valid for this rank alone.
-  std::vector<Hash128> leaves;  // Leaf hashes of chunks, objects and headers, with page hashes.
-  bool paged = false;           // Whether `leaves` has page hashes.
+  std::vector<Hash128> leaves;  // Leaf hashes of chunks, objects and headers.
+  LeafExtras extras;            // What else `leaves` has.
   std::uint64_t bytes = 0;      // All bytes written, including headers.
   std::vector<SaveReport::File> files;
 };
@@ -39,6 +40,7 @@ struct WriteInput {
   const RankTask& task;
   int rank = 0;
   bool page_hashes = false;                        // Whether to store page hashes, too.
+  bool count_values = false;                       // Whether to store value counts, too.
   std::atomic<std::uint64_t>* progress = nullptr;  // Counts bytes as they are written; may be null.
   BlockRules rules = {};
   // Threads that write, each into files of its own; from 1 to kMostWriters.

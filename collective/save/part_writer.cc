@@ -81,6 +81,7 @@ class PartWriter {
         part_(part),
         rank_(input.rank),
         page_hashes_(input.page_hashes),
+        count_values_(input.count_values),
         progress_(input.progress),
         cancel_(input.rules.cancel),
         stop_(stop),
@@ -230,8 +231,9 @@ class PartWriter {
     // Page hashes do not help chunks of a single leaf, or tensors of one axis, whose parts are long
     // runs.
     const bool pages = page_hashes_ && chunk.bytes > kLeafBytes && tensor.meta.shape().rank() >= 2;
-    ChunkAccumulator accumulator(pages ? ChunkAccumulator::Pages::kHashed
-                                       : ChunkAccumulator::Pages::kNone);
+    ChunkAccumulator accumulator(
+        pages ? ChunkAccumulator::Pages::kHashed : ChunkAccumulator::Pages::kNone,
+        count_values_ ? std::optional(tensor.meta.dtype()) : std::nullopt);
     for (std::uint64_t done = 0; done < chunk.bytes;) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
       const auto most = static_cast<std::size_t>(kCopyBlockBytes - out.offset() % kCopyBlockBytes);
@@ -245,6 +247,7 @@ class PartWriter {
     const ChunkHashes hashes = accumulator.Finish();
     record.hash = hashes.root;
     hashes.AppendTo(out_.leaves);
+    if (count_values_) AppendCountsRow(hashes.counts, out_.leaves);
     out_.paged = out_.paged || pages;
     if (source->device() != nullptr) {
       const Status unchanged = CheckUnchanged(chunk, hashes.leaves);
@@ -396,6 +399,7 @@ class PartWriter {
   const WriterPart& part_;
   const int rank_;
   const bool page_hashes_;
+  const bool count_values_;
   std::atomic<std::uint64_t>* const progress_;
   const std::atomic<bool>* const cancel_;
   const std::atomic<bool>& stop_;

@@ -131,6 +131,21 @@ std::vector<Vote> CancelVotes(std::size_t rank) {
   return votes;
 }
 
+// Whether the values of every tensor of the base were counted, of a dtype that can be.
+Result<bool> HasAllCounts(const OpenedCheckpoint& base) {
+  bool all = true;
+  Status failed;
+  TENSORMOUNT_RETURN_IF_ERROR(base.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+    if (!CanCount(tensor.meta.dtype())) return true;
+    const Result<std::optional<ValueCounts>> counts = base.CountsOf(tensor);
+    failed = counts.status();
+    all = counts.ok() && counts.value().has_value();
+    return all;
+  }));
+  TENSORMOUNT_RETURN_IF_ERROR(failed);
+  return all;
+}
+
 // Whether a save after `consecutive_linked` saves that reused files writes everything.
 bool IsFull(const SaveOptions& options, std::uint64_t consecutive_linked) {
   return options.full_every != 0 && consecutive_linked + 1 >= options.full_every;
@@ -385,6 +400,15 @@ Result<std::shared_ptr<OpenedCheckpoint>> CheckBase(FileSystem& fs, const SaveOp
                     staging.base_name +
                         ": its data files belong to another program and are not "
                         "linked; `inherit` uses them in place");
+    }
+    if (options.nonfinite != Nonfinite::kAllow) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const bool counted, HasAllCounts(*base));
+      if (!counted) {
+        staging.base_note = "written in full, because the values of " + staging.base_name +
+                            " were not counted, which the option nonfinite needs";
+        staging.base = Uuid();
+        return Status();
+      }
     }
     const std::uint64_t consecutive_linked = ConsecutiveLinkedSaves(base->index());
     if (IsFull(options, consecutive_linked)) {

@@ -29,6 +29,7 @@
 #include "collective/save/replica_check.h"
 #include "collective/save/reuse.h"
 #include "collective/save/save_messages.h"
+#include "collective/save/value_guard.h"
 #include "collective/save_load.h"
 #include "index/records/common_state.h"
 #include "index/records/manifest.h"
@@ -56,6 +57,8 @@ void LogThrown(const std::string& what, const std::function<void()>& fn) {
 constexpr std::string_view kDefaultProducer = "tensormount 0.1";
 // Most writers of a rank if the caller names no number.
 constexpr int kMostWritersUnasked = 8;
+// Most ranks whose NaNs and infinities are warnings of their own.
+constexpr int kMostRanksWarned = 16;
 
 // Errors of rank 0's machine (disk full, permissions, read-only) are reported with its rank; errors
 // that every rank would see are not.
@@ -91,6 +94,17 @@ std::string_view NameOf(ReplicaCheck check) {
   }
   return "?";
 }
+std::string_view NameOf(Nonfinite nonfinite) {
+  switch (nonfinite) {
+    case Nonfinite::kAllow:
+      return "allow";
+    case Nonfinite::kWarn:
+      return "warn";
+    case Nonfinite::kRefuse:
+      return "refuse";
+  }
+  return "?";
+}
 CallDescription Describe(const std::string& path, const SaveOptions& o) {
   CallDescription call;
   const auto add = [&](const char* what, std::string_view value) {
@@ -103,6 +117,11 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
   add("strategy", o.strategy == SaveStrategy::kMain ? "main" : "parallel");
   add("reuse_plan", o.reuse_plan ? "on" : "off");
   add("page_hashes", o.page_hashes ? "on" : "off");
+  add("statistics", o.statistics == Statistics::kBasic ? "basic" : "off");
+  add("nonfinite", NameOf(o.nonfinite));
+  std::string exempt;
+  for (const std::string& glob : o.nonfinite_exempt) exempt += (exempt.empty() ? "" : ", ") + glob;
+  add("nonfinite_exempt", "[" + exempt + "]");
   add("reuse", o.reuse == Reuse::kAuto ? "auto" : "off");
   add("reuse_from", o.reuse_from);
   add("full_every", std::to_string(o.full_every));
@@ -301,6 +320,11 @@ class SaveSession {
     for (const std::string& base : {options_.reuse_from, options_.inherit}) {
       if (!base.empty()) TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(base));
     }
+    if (options_.nonfinite != Nonfinite::kAllow && options_.statistics == Statistics::kOff) {
+      return Status(Code::kInvalidArgument, "save " + path_ + ": nonfinite is " +
+                                                std::string(NameOf(options_.nonfinite)) +
+                                                ", which needs statistics, but statistics is off");
+    }
     if (options_.retention) {
       TENSORMOUNT_RETURN_IF_ERROR(retention::CheckRules(*options_.retention));
     }
@@ -430,6 +454,7 @@ class SaveSession {
                                                               .task = RemainingTask(),
                                                               .rank = rank_,
                                                               .page_hashes = options_.page_hashes,
+                                                              .count_values = CountsValues(),
                                                               .progress = options_.progress,
                                                               .rules = Rules(),
                                                               .writers = Writers(),
@@ -437,8 +462,9 @@ class SaveSession {
     mine_.bytes = data.bytes;
     report_.files = std::move(data.files);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(data.inventory, data.leaves, data.paged));
+                                 EncodeManifest(data.inventory, data.leaves, data.extras));
     mine_.manifest_bytes = manifest.size();
+    TENSORMOUNT_RETURN_IF_ERROR(CheckValues(data));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, RankCommonRecord(state_, rank_));
     if (own) mine_.rank_common = own->second;
     TENSORMOUNT_RETURN_IF_ERROR(
@@ -448,12 +474,28 @@ class SaveSession {
     const LinkedRecords& linked = reused_.records;
     if (linked.empty()) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string records,
-                                 EncodeManifest(linked.inventory, linked.leaves, linked.paged));
+                                 EncodeManifest(linked.inventory, linked.leaves, linked.extras));
     mine_.linked_manifest_bytes = records.size();
     const auto part = static_cast<std::uint32_t>(rank_);
     return fs_->WriteFileDurably(
         JoinPath(staging_.directory, LinkedManifestName(part, reused_.consecutive_linked)),
         records);
+  }
+
+  bool CountsValues() const { return options_.statistics == Statistics::kBasic; }
+
+  // Looks for NaNs and infinities in what this rank wrote and linked.
+  Status CheckValues(const WrittenData& data) {
+    if (options_.nonfinite == Nonfinite::kAllow) return Status();
+    NonfiniteFindings found;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        found.Add(data.inventory, data.leaves, data.extras, options_.nonfinite_exempt));
+    const LinkedRecords& linked = reused_.records;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        found.Add(linked.inventory, linked.leaves, linked.extras, options_.nonfinite_exempt));
+    if (options_.nonfinite == Nonfinite::kRefuse) return found.ToStatus();
+    mine_.nonfinite = found.ToText();
+    return Status();
   }
 
   // Hashes replicas, learns whether all ranks have written, seals the files that several ranks
@@ -573,7 +615,7 @@ class SaveSession {
     report_.replica_bytes_compared = verdict.replica_bytes_compared;
     report_.warnings.insert(report_.warnings.end(), verdict.warnings.begin(),
                             verdict.warnings.end());
-    if (rank_ == 0 && OnlyWarns()) {
+    if (rank_ == 0 && (OnlyWarns() || options_.nonfinite == Nonfinite::kWarn)) {
       for (const std::string& warning : report_.warnings) {
         Log(LogLevel::kWarning, "save " + path_ + ": " + warning);
       }
@@ -594,6 +636,7 @@ class SaveSession {
     std::vector<Vote> votes;
     std::vector<SeenManifest> manifests;
     bool of_ranks = false;
+    int nonfinite = 0;  // Ranks that saved values that are not finite.
     ReplicaFindings replicas;
     for (int r = 0; r < world_; ++r) {
       Result<WriterReport> decoded = DecodeReport(encoded[static_cast<std::size_t>(r)]);
@@ -611,6 +654,13 @@ class SaveSession {
       replicas.Add(std::move(report.replicas));
       if (report.rank_common) coordinator.common[RankRecordName(r)] = *report.rank_common;
       of_ranks = of_ranks || report.rank_common.has_value();
+      if (!report.nonfinite.empty() && nonfinite++ < kMostRanksWarned) {
+        verdict.warnings.push_back("rank " + std::to_string(r) + ": " + report.nonfinite);
+      }
+    }
+    if (nonfinite > kMostRanksWarned) {
+      verdict.warnings.push_back(std::to_string(nonfinite - kMostRanksWarned) +
+                                 " more ranks saved NaNs or infinities");
     }
     Inherit(of_ranks, coordinator);
     verdict.replica_bytes_compared = replicas.compared_bytes;

@@ -164,6 +164,7 @@ std::string EncodeReport(const WriterReport& report) {
   for (const std::string& line : report.replicas.listed) out.String(line);
   out.U8(report.rank_common ? 1 : 0);
   if (report.rank_common) EncodeCommon(out, *report.rank_common);
+  out.String(CutUtf8(report.nonfinite, kMaxSaveText));
   return std::move(out.bytes());
 }
 
@@ -190,6 +191,7 @@ Result<WriterReport> DecodeReport(std::string_view bytes) {
   if (common) {
     TENSORMOUNT_ASSIGN_OR_RETURN(report.rank_common, DecodeCommon(in, "report"));
   }
+  report.nonfinite = in.String(kMaxSaveText);
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return report;
 }

@@ -53,6 +53,7 @@ struct WriterReport {
   LinkCounts linked;
   ReplicaFindings replicas;                // Findings about the keys that the rank checks.
   std::optional<CommonValue> rank_common;  // Common values of this rank alone.
+  std::string nonfinite;                   // NonfiniteFindings::ToText, with Nonfinite::kWarn.
 };
 std::string EncodeReport(const WriterReport& report);
 Result<WriterReport> DecodeReport(std::string_view bytes);
@@ -62,7 +63,7 @@ struct SaveVerdict {
   std::uint64_t bytes_written = 0;
   std::uint64_t replica_bytes_compared = 0;
   LinkCounts linked = {};                  // Sum over all ranks.
-  std::vector<std::string> warnings = {};  // Replicas that differ (ReplicaCheck::kWarn).
+  std::vector<std::string> warnings = {};  // As in SaveReport.
 };
 std::string EncodeVerdict(const SaveVerdict& verdict);
 Result<SaveVerdict> DecodeVerdict(std::string_view bytes);

@@ -230,6 +230,19 @@ Result<std::map<std::string, std::string>> TensorFilesView::AttributesAt(
     all["layer"] = std::to_string(tensor.layer);
     return all;
   }
+  // Counts that cannot be read are left out: the other attributes are still true.
+  if (const auto counts = shown_.opened.CountsOf(tensor.source); counts.ok() && counts.value()) {
+    all["zeros"] = std::to_string(counts.value()->zeros);
+    all["nan"] = std::to_string(counts.value()->nan);
+    all["posinf"] = std::to_string(counts.value()->posinf);
+    all["neginf"] = std::to_string(counts.value()->neginf);
+    if (const std::string absmax =
+            AbsmaxText(entry.meta.dtype(), ValuesIn(entry.meta.dtype(), entry.meta.elements()),
+                       *counts.value());
+        !absmax.empty()) {
+      all["absmax"] = absmax;
+    }
+  }
   // stored_key is set only if a name map shows a stored tensor under another key.
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, shown_.opened.StoredKeyOf(key.number));
   if (!stored.empty() && stored != entry.meta.key()) all["stored_key"] = std::move(stored);

@@ -271,6 +271,24 @@ typedef struct tm_tensor_info {
 TM_EXPORT tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const char* key,
                                          tm_tensor_info* info);
 
+// Counts of the values of a tensor, taken when it was saved. A complex element counts as two
+// values.
+typedef struct tm_value_statistics {
+  uint32_t struct_size;  // Set before the call.
+  int32_t known;         // 0: the counts are not known, and all other members are 0.
+  uint64_t count;        // Number of values.
+  uint64_t zeros;        // Of both signs.
+  uint64_t nan;
+  uint64_t posinf;
+  uint64_t neginf;
+  double absmax;       // Largest magnitude of the finite values.
+  int32_t has_absmax;  // 0: no value is finite.
+  int32_t reserved;
+} tm_value_statistics;
+// TM_NOT_FOUND: no such tensor. TM_DATA_LOSS: the counts are damaged.
+TM_EXPORT tm_status tm_checkpoint_statistics(const tm_checkpoint* checkpoint, const char* key,
+                                             tm_value_statistics* out);
+
 // Reads a region of a tensor (NULL: all of it) into `out`, whatever sharding it was saved with;
 // `out` may be strided. Every byte is checked if the checkpoint has checksums.
 //   TM_NOT_FOUND         no such tensor
@@ -562,6 +580,7 @@ enum {
 enum { TM_REPLICAS_ROTATING = 0, TM_REPLICAS_FULL = 1, TM_REPLICAS_OFF = 2, TM_REPLICAS_WARN = 3 };
 enum { TM_SAVE_PARALLEL = 0, TM_SAVE_MAIN = 1 };
 enum { TM_COMMON_ERROR = 0, TM_COMMON_WARN = 1, TM_COMMON_OFF = 2 };
+enum { TM_NONFINITE_ALLOW = 0, TM_NONFINITE_WARN = 1, TM_NONFINITE_REFUSE = 2 };
 
 typedef struct tm_save_report tm_save_report;
 // Hooks of a save. `report` is valid during the call only.
@@ -608,6 +627,11 @@ typedef struct tm_save_options {
   const char* retention;
   int32_t ephemeral;  // 1: temporary; the next committed save removes it, unless it is pinned.
   int32_t writers;    // Threads that write this rank's data; 0: by cores and ranks, at most 8.
+  // Values of tensors (tensormount/save.h). no_statistics 1: do not count them.
+  int32_t no_statistics;
+  int32_t nonfinite;                    // TM_NONFINITE_...
+  const char* const* nonfinite_exempt;  // Globs of keys that may hold NaNs and infinities.
+  size_t nonfinite_exempt_count;
 } tm_save_options;
 
 TM_EXPORT void tm_save_report_free(tm_save_report* report);
@@ -615,8 +639,8 @@ TM_EXPORT void tm_save_report_free(tm_save_report* report);
 // Collective: every rank passes its part and the same path "STORE/NAME" and options, and every rank
 // gets the same result. `options` and `report` may be NULL.
 //   TM_OK                  committed and durable
-//   TM_INVALID_ARGUMENT    the shards do not cover a tensor exactly, or dtype, shape or options
-//                          differ between ranks
+//   TM_INVALID_ARGUMENT    the shards do not cover a tensor exactly, dtype, shape or options differ
+//                          between ranks, or a tensor has NaNs (TM_NONFINITE_REFUSE)
 //   TM_ALREADY_EXISTS      the name is taken
 //   TM_PERMISSION_DENIED   the checkpoint to replace is pinned, or the store cannot be written
 //   TM_NOT_FOUND           no checkpoint has the name `reuse_from` or `inherit`

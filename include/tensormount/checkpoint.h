@@ -29,6 +29,19 @@ struct MappedBytes {
 };
 
 // One tensor of an opened checkpoint. A cheap handle that keeps the checkpoint open; thread-safe.
+// Counts of the values of a tensor, taken when it was saved (docs/numbers.md). A complex element
+// counts as two values.
+struct ValueStatistics {
+  std::uint64_t count = 0;  // Number of values.
+  std::uint64_t zeros = 0;  // Of both signs.
+  std::uint64_t nan = 0;
+  std::uint64_t posinf = 0;
+  std::uint64_t neginf = 0;
+  // The largest magnitude of the finite values; nullopt: none is finite. Exact, except for integers
+  // beyond 2^53, which are rounded.
+  std::optional<double> absmax;
+};
+
 class TENSORMOUNT_EXPORT Tensor {
  public:
   const std::string& key() const;
@@ -38,6 +51,10 @@ class TENSORMOUNT_EXPORT Tensor {
   // CRC-64/NVME of the row-major bytes; nullopt if none is stored (foreign formats, a quick adopt),
   // and for a layer of a stacked tensor.
   std::optional<std::uint64_t> digest() const;
+  // The counts that the save took; nullopt: they are not known (foreign formats, saves without
+  // them or through a mount, layers of a stacked tensor, tensors that a name map puts together).
+  // kDataLoss: they are damaged.
+  Result<std::optional<ValueStatistics>> statistics() const;
 
   // Reads a box (or flat range) of the tensor into `out`, whatever sharding it was saved with.
   // `out` may be strided; its dtype must be the tensor's and its shape the region's extents.

@@ -46,6 +46,15 @@ enum class CommonCheck { kOff, kWarn, kError };
 // comparison.
 enum class Reuse { kAuto, kOff };
 
+// Whether a save counts the values of every tensor (zeros, NaNs, infinities, largest magnitude)
+// while it hashes them (docs/numbers.md). kBasic takes a few percent of the CPU time of the hashes.
+enum class Statistics { kOff, kBasic };
+
+// What a save does about NaNs and infinities, which it finds by Statistics::kBasic. kWarn: a
+// warning in the report of all ranks. kRefuse: the save fails on all ranks before anything is
+// published, with the cause "values that are not finite" (ErrorFields::cause).
+enum class Nonfinite { kAllow, kWarn, kRefuse };
+
 struct SaveReport;
 
 // Options above "Of this rank alone" must be equal on all ranks: a difference is kInvalidArgument
@@ -70,6 +79,12 @@ struct SaveOptions {
   // pages instead of whole leaves of 64 KiB. Page hashes add 0.42 % of the data size to the
   // manifests. Adopted checkpoints, and those made through a mount, have no page hashes.
   bool page_hashes = false;
+  Statistics statistics = Statistics::kBasic;
+  // Anything but kAllow needs `statistics`. Data of a base whose values were not counted are then
+  // written again instead of linked; inherited data without counts are not checked.
+  Nonfinite nonfinite = Nonfinite::kAllow;
+  // Globs of keys of tensors that may hold NaNs and infinities: "*.mask".
+  std::vector<std::string> nonfinite_exempt = {};
   // ---- Steps over time (docs/steps.md, "Reuse") ----
   // Hard-link data files of the base whose contents this save needs; only changed data are written.
   // Saves without `validate` reuse nothing, because nobody has proved that they are complete.
@@ -157,7 +172,7 @@ struct SaveReport {
   };
   std::vector<File> files;  // Files that this rank wrote, wholly or in part.
   // Common values that differ (CommonCheck::kWarn); replicas and objects that differ
-  // (ReplicaCheck::kWarn).
+  // (ReplicaCheck::kWarn); NaNs and infinities (Nonfinite::kWarn).
   std::vector<std::string> warnings;
   // Rank 0 only, after the commit: checkpoints removed by the retention rules or because they are
   // ephemeral; and what failed (a checkpoint not removed, read or freed, a rule without effect),
@@ -178,7 +193,8 @@ struct SaveReport {
 //
 //   ok                 committed and durable
 //   kInvalidArgument   the shards do not cover a tensor exactly (names tensor, ranks and the exact
-//                      missing or doubled box), or dtype, shape or options differ between ranks
+//                      missing or doubled box), dtype, shape or options differ between ranks, or a
+//                      tensor has NaNs or infinities (Nonfinite::kRefuse; names tensor, rank, box)
 //   kAlreadyExists     the name is taken
 //   kPermissionDenied  the checkpoint to replace is pinned, or the store cannot be written
 //   kNotFound          no checkpoint has the name `reuse_from` or `inherit`

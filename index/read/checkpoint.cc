@@ -15,6 +15,7 @@
 #include "index/read/pinned_commit.h"
 #include "index/read/proven_ranges.h"
 #include "index/read/rebuild.h"
+#include "index/read/value_totals.h"
 #include "index/records/memory_table.h"
 
 namespace tensormount {
@@ -35,6 +36,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   opened->lock_ = std::move(commit_file.file);
   const std::string& root = *opened->pinned_;
   opened->proven_ = options.proven ? options.proven : std::make_shared<ProvenRanges>();
+  opened->totals_ = std::make_unique<ValueTotals>();
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->commit_, ReadCommitFile(*opened->lock_, kCommitName));
   opened->has_commit_ = true;
@@ -108,6 +110,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   opened->directory_ = path;
   opened->pinned_ = std::make_shared<const std::string>(path);
   opened->proven_ = options.proven ? options.proven : std::make_shared<ProvenRanges>();
+  opened->totals_ = std::make_unique<ValueTotals>();
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
   opened->resolver_ = std::move(inventory.resolver);
   opened->warnings_ = std::move(inventory.warnings);

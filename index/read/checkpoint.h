@@ -29,6 +29,7 @@ namespace tensormount {
 class ExtentLookup;
 class NameBinding;
 class ProvenRanges;
+class ValueTotals;
 class ProvingRead;
 struct ByteHull;
 struct CellTerm;
@@ -164,6 +165,16 @@ class OpenedCheckpoint {
   bool index_was_rebuilt() const { return index_rebuilt_; }
   // Ranges of data files that reads with kOnce, or mounts, have proven.
   ProvenRanges& proven() const { return *proven_; }
+
+  // Counts of the values of a tensor, taken when it was saved (docs/format.md, "Value counts").
+  // nullopt: they are not known, as for foreign checkpoints, saves without them, saves through a
+  // mount, dtypes of 6 bits, and tensors that a name map puts together. kDataLoss if they are
+  // damaged.
+  Result<std::optional<ValueCounts>> CountsOf(const TensorEntry& tensor) const;
+  // The counts of one chunk, of stored().Extents(tensor); nullopt also if a name map is applied.
+  // Reads a few hashes of its manifest.
+  Result<std::optional<ValueCounts>> CountsOf(const TensorEntry& tensor,
+                                              const ChunkRecord& chunk) const;
 
   // The chunks of a tensor. Locates pending chunks, which reads a few bytes of each item that
   // contains a chunk of the tensor. Errors: kDataLoss (damaged index, missing file, ItemResolver),
@@ -323,6 +334,7 @@ class OpenedCheckpoint {
   std::shared_ptr<const NameBinding> binding_;
   std::shared_ptr<const MadeConfig> made_config_;
   std::shared_ptr<ProvenRanges> proven_;
+  std::unique_ptr<ValueTotals> totals_;
   std::unique_ptr<Files> files_;
 };
 

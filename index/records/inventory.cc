@@ -152,6 +152,7 @@ Inventory CoordinatorInventory(const Inventory& merged) {
     t.digest = tensor.digest;
     t.has_digest = tensor.has_digest;
     t.mtime = tensor.mtime;
+    t.counts = tensor.counts;
   }
   for (ObjectRecord object : merged.objects) {
     // The coordinator only lists the objects; the writer's manifest has their position.

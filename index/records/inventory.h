@@ -20,6 +20,7 @@
 #include "index/records/extent_table.h"
 #include "index/records/row_spool.h"
 #include "shard/tensor_meta.h"
+#include "shard/value_counts.h"
 
 namespace tensormount {
 
@@ -92,6 +93,8 @@ struct TensorRecord {
   Crc64 digest = 0;
   bool has_digest = false;  // False only for tensors of foreign files.
   std::int64_t mtime = 0;   // Seconds since 1970; decided at publish.
+  // Counts of the values of all its chunks, if a manifest has them (docs/format.md, "Value counts").
+  std::optional<ValueCounts> counts = std::nullopt;
   explicit TensorRecord(TensorMeta m) : meta(std::move(m)), extents(meta.shape().rank()) {}
 };
 
@@ -185,7 +188,7 @@ class RootHasher {
 };
 
 // The coordinator's manifest for a merged inventory. It has info and common values. It lists
-// tensors without chunks (key, dtype, shape, digest, mtime), and object parts without file
+// tensors without chunks (key, dtype, shape, digest, mtime, counts), and object parts without file
 // positions (key, index, grid, length, hash, mtime; the file is kNoFile). It has no files, extra
 // ranges or manifests.
 Inventory CoordinatorInventory(const Inventory& merged);

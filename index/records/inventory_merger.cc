@@ -148,6 +148,10 @@ Status InventoryMerger::AddTensor(const TensorRecord& tensor,
   if (inserted) {
     TensorRecord& first = merged_.tensors.emplace_back(tensor.meta);
     first.has_digest = true;
+    first.counts = tensor.counts;
+  } else if (std::optional<ValueCounts>& sum = merged_.tensors[it->second].counts; sum) {
+    // The counts of a tensor are known if those of all its chunks are.
+    tensor.counts ? sum->Add(*tensor.counts) : sum.reset();
   }
   TensorRecord& merged = merged_.tensors[it->second];
   if (merged.meta.dtype() != tensor.meta.dtype() || !(merged.meta.shape() == tensor.meta.shape())) {

@@ -4,12 +4,15 @@
 // counts, producers and common values over the limits that the decoder enforces.
 #include "index/records/manifest.h"
 
+#include <algorithm>
+
 #include "base/checked.h"
 #include "base/coding.h"
 #include "index/records/commit_record.h"
 #include "index/records/common_state.h"
 #include "index/records/record_coding.h"
 #include "shard/coding.h"
+#include "shard/leaf_hash.h"
 
 namespace tensormount {
 namespace {
@@ -26,6 +29,8 @@ constexpr std::uint8_t kManifestWide = 2;
 
 // Compatible feature bits.
 constexpr std::uint64_t kHasPageHashes = 1;
+constexpr std::uint64_t kHasValueCounts = 2;
+constexpr std::uint64_t kHasTotals = 4;
 
 // The first 128 bytes of a manifest in the order of docs/format.md, "Manifest".
 struct Header {
@@ -168,10 +173,17 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
   return in.Finish();
 }
 
-}  // namespace
+std::uint64_t BitsOf(LeafExtras extras) {
+  return (extras.pages ? kHasPageHashes : 0) | (extras.counts ? kHasValueCounts : 0);
+}
 
-Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves,
-                                   bool paged) {
+LeafExtras ExtrasOf(std::uint64_t compatible) {
+  return {.pages = (compatible & kHasPageHashes) != 0,
+          .counts = (compatible & kHasValueCounts) != 0};
+}
+
+Result<std::string> Encode(const Inventory& inventory, std::span<const Hash128> leaves,
+                           std::uint64_t compatible) {
   std::size_t row_bytes = 0;
   for (const TensorRecord& tensor : inventory.tensors) row_bytes += tensor.extents.packed().size();
   ByteWriter out;
@@ -249,7 +261,7 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
   // The records follow 128 reserved bytes. The header is written there when all sizes and hashes
   // are known.
   Header header;
-  header.compatible = paged ? kHasPageHashes : 0;
+  header.compatible = compatible;
   header.records_bytes = out.size() - kManifestHeaderBytes;
   header.records_hash = Xxh3(std::string_view(out.bytes()).substr(kManifestHeaderBytes));
   out.bytes().resize((out.size() + kLeafAlign - 1) / kLeafAlign * kLeafAlign, '\0');
@@ -261,6 +273,23 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
   const std::string head = EncodeHeader(header);
   out.bytes().replace(0, kManifestHeaderBytes, head);
   return std::move(out.bytes());
+}
+
+}  // namespace
+
+Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves,
+                                   LeafExtras extras) {
+  return Encode(inventory, leaves, BitsOf(extras));
+}
+
+Result<std::string> EncodeCoordinatorManifest(const Inventory& merged) {
+  const Inventory inventory = CoordinatorInventory(merged);
+  if (std::ranges::none_of(inventory.tensors, [](const auto& t) { return t.counts.has_value(); })) {
+    return Encode(inventory, {}, 0);
+  }
+  std::vector<Hash128> totals;
+  AppendTotals(inventory.tensors, totals);
+  return Encode(inventory, totals, kHasTotals);
 }
 
 Result<CheckpointInfo> DecodeManifestInfo(std::string_view begin, std::string_view name) {
@@ -297,7 +326,7 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
   const std::string_view leaf_bytes = bytes.substr(header.leaves_offset);
   if (Xxh3(leaf_bytes) != header.leaves_hash) return bad("checksum mismatch in the leaf hashes");
   Manifest manifest;
-  manifest.paged = (header.compatible & kHasPageHashes) != 0;
+  manifest.extras = ExtrasOf(header.compatible);
   manifest.leaves.resize(header.leaves);
   if (!leaf_bytes.empty()) {
     std::memcpy(manifest.leaves.data(), leaf_bytes.data(), leaf_bytes.size());
@@ -306,6 +335,7 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
   if (Status s = DecodeRecords(in, name, header.leaves, manifest.inventory); !s.ok()) {
     return s.message().starts_with(name) ? s : s.WithContext(name);
   }
+  SumCounts(manifest.leaves, manifest.extras, manifest.inventory);
   return manifest;
 }
 
@@ -336,6 +366,47 @@ Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(header.leaves_offset + first * kManifestHashBytes,
                                                leaves.data(), count * kManifestHashBytes));
   return leaves;
+}
+
+Result<std::optional<std::vector<std::optional<ValueCounts>>>> ReadManifestTotals(File& file) {
+  using Totals = std::optional<std::vector<std::optional<ValueCounts>>>;
+  char head[kManifestHeaderBytes];
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, head, sizeof(head)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Header header,
+                               DecodeHeader({head, sizeof(head)}, file.path()));
+  if ((header.compatible & kHasTotals) == 0) return Totals();
+  const Status bad(Code::kDataLoss, file.path() + ": the value counts are damaged");
+  const std::uint64_t size = header.leaves;
+  if (size < kTotalsTrailerHashes) return bad;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const std::vector<Hash128> trailer,
+      ReadManifestLeaves(file, size - kTotalsTrailerHashes, kTotalsTrailerHashes));
+  const std::optional<std::uint64_t> length = TotalsLength(trailer, size);
+  if (!length) return bad;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Hash128> all,
+                               ReadManifestLeaves(file, size - *length, *length));
+  Totals totals = DecodeTotals(all);
+  if (!totals) return bad;
+  return totals;
+}
+
+Result<std::optional<ValueCounts>> ReadManifestCounts(File& file, const TensorMeta& meta,
+                                                      const ChunkRecord& chunk) {
+  char head[kManifestHeaderBytes];
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, head, sizeof(head)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Header header,
+                               DecodeHeader({head, sizeof(head)}, file.path()));
+  const LeafExtras extras = ExtrasOf(header.compatible);
+  const std::uint64_t leaves = LeafCount(chunk.length);
+  if (!extras.counts || !RangeWithin(chunk.first_leaf, leaves, header.leaves)) {
+    return std::optional<ValueCounts>();
+  }
+  const std::uint64_t pages = extras.pages ? PageHashesOf(chunk.length) : 0;
+  const std::uint64_t most = header.leaves - chunk.first_leaf;
+  const std::uint64_t size = std::min(most, leaves + pages + kLongestCountsRow);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Hash128> section,
+                               ReadManifestLeaves(file, chunk.first_leaf, size));
+  return CountsOfChunk(section, extras, meta, 0, chunk.length, chunk.hash);
 }
 
 }  // namespace tensormount

@@ -11,6 +11,7 @@
 
 #include "base/file_system.h"
 #include "index/records/inventory.h"
+#include "index/records/leaf_section.h"
 
 namespace tensormount {
 
@@ -23,21 +24,24 @@ namespace tensormount {
 // manifest of hundreds of MiB with two small reads. The records are hashed and decoded as a whole.
 //
 // Encodes a manifest. `leaves` has the leaf hashes of all chunks, objects and extra ranges, at the
-// position `first_leaf` of each. `paged`: page hashes follow the leaf hashes of some ranges
-// (shard/page_hash.h). kInvalidArgument if a limit of the format is exceeded.
+// position `first_leaf` of each. `extras`: what else `leaves` has. kInvalidArgument if a limit of
+// the format is exceeded.
 Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves,
-                                   bool paged = false);
+                                   LeafExtras extras = {});
+// The coordinator's manifest: CoordinatorInventory(merged), with the sums of the value counts if
+// those of any tensor are known.
+Result<std::string> EncodeCoordinatorManifest(const Inventory& merged);
 
 // A decoded manifest: all checksums match, and each record obeys the rules of its kind. Table rows
 // of chunks are not decoded; they, file numbers and the coverage of tensors are checked later, by
 // the merge (InventoryMerger, CheckComplete). DecodeManifest accepts untrusted bytes. kDataLoss for
 // a wrong checksum or a broken rule, kUnsupported for a newer version.
 // `leaves` has 16 bytes for each 64 KiB of data: 4 MiB for 16 GiB of one rank, and 18 times that
-// with page hashes.
+// with page hashes. TensorRecord::counts of a writer's manifest are the sums over its own chunks.
 struct Manifest {
   Inventory inventory;
   std::vector<Hash128> leaves;
-  bool paged = false;  // Page hashes follow the leaf hashes of some ranges.
+  LeafExtras extras;
 };
 Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name);
 
@@ -53,6 +57,16 @@ Result<CheckpointInfo> DecodeManifestInfo(std::string_view begin, std::string_vi
 // them too.
 Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                                 std::uint64_t count, bool* paged = nullptr);
+
+// Reads the value counts of a checkpoint's tensors from the coordinator's manifest, in the order of
+// its records, and nothing else of the file but its header. nullopt: the manifest has none.
+// kDataLoss if they are damaged.
+Result<std::optional<std::vector<std::optional<ValueCounts>>>> ReadManifestTotals(File& file);
+
+// Reads the value counts of one chunk from the manifest that has its leaf hashes. nullopt: they are
+// not known.
+Result<std::optional<ValueCounts>> ReadManifestCounts(File& file, const TensorMeta& meta,
+                                                      const ChunkRecord& chunk);
 
 // Name of the coordinator's manifest. The rank that merges writes it at publish, after all other
 // manifests (docs/format.md, "Manifest").

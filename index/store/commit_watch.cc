@@ -20,6 +20,7 @@
 #include "base/log.h"
 #include "base/parallel.h"
 #include "base/thread.h"
+#include "index/read/value_totals.h"
 #include "index/records/manifest.h"
 #include "index/records/store_paths.h"
 #include "index/store/store_moves.h"
@@ -189,8 +190,11 @@ struct CommitWatch::Core {
     commit.generation = listing.generation;
     commit.parent = listing.parent;
     commit.derived = listing.derived;
+    // Read before the uuid: if another checkpoint took the name, the uuid is another one.
+    const Result<std::optional<std::uint64_t>> nonfinite = CountNonfinite(fs, directory);
     const Result<CheckpointInfo> info = ReadManifestInfo(fs, directory);
     const bool good = info.ok() && info.value().uuid == listing.uuid;
+    if (good && nonfinite.ok()) commit.nonfinite = nonfinite.value();
     commit.created = good ? info.value().created : commit_mtime;
     return commit;
   }
@@ -445,10 +449,17 @@ std::vector<std::string> CommitWatch::TakeWarnings() {
 }
 
 nlohmann::ordered_json CommitJson(const Commit& commit) {
-  nlohmann::ordered_json json = {
-      {"event", "committed"},      {"checkpoint", nullptr},     {"uuid", commit.uuid.ToString()},
-      {"generation", nullptr},     {"parent", nullptr},         {"created", nullptr},
-      {"derived", commit.derived}, {"removed", commit.removed}, {"path", nullptr}};
+  nlohmann::ordered_json json = {{"event", "committed"},
+                                 {"checkpoint", nullptr},
+                                 {"uuid", commit.uuid.ToString()},
+                                 {"generation", nullptr},
+                                 {"parent", nullptr},
+                                 {"created", nullptr},
+                                 {"derived", commit.derived},
+                                 {"removed", commit.removed},
+                                 {"nonfinite", nullptr},
+                                 {"path", nullptr}};
+  if (commit.nonfinite) json["nonfinite"] = *commit.nonfinite;
   if (!commit.name.empty()) {
     json["checkpoint"] = commit.name;
     if (!commit.removed) json["path"] = commit.path();

@@ -32,6 +32,8 @@ struct Commit {
   bool derived = false;
   // Whether the checkpoint was removed or replaced when it was found.
   bool removed = false;
+  // NaNs and infinities in all tensors, by the counts of the save; nullopt: not known.
+  std::optional<std::uint64_t> nonfinite = std::nullopt;
   std::string path() const { return JoinPath(store, name); }
 };
 

@@ -23,7 +23,6 @@
 #include "index/store/store_moves.h"
 #include "shard/chunk_accumulator.h"
 #include "shard/leaf_hash.h"
-#include "shard/page_hash.h"
 
 namespace tensormount {
 namespace {
@@ -192,7 +191,7 @@ Status BaseLinker::LinkAll(std::uint64_t consecutive_linked, LinkCounts& counts)
   TENSORMOUNT_RETURN_IF_ERROR(LinkFiles(0, 1, counts));
   TENSORMOUNT_ASSIGN_OR_RETURN(const LinkedRecords records, Records(0, 1, counts));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                               EncodeManifest(records.inventory, records.leaves, records.paged));
+                               EncodeManifest(records.inventory, records.leaves, records.extras));
   return fs_.WriteFileDurably(
       JoinPath(staging_.directory, LinkedManifestName(0, consecutive_linked)), manifest);
 }
@@ -452,22 +451,21 @@ class BaseLinker::Gatherer {
   // Appends the leaf hashes of a range to the new manifest, and its page hashes if it has them.
   Result<std::uint64_t> TakeLeaves(std::uint64_t first, std::uint64_t length, const Hash128& hash) {
     const std::vector<Hash128>& leaves = manifest_->leaves;
-    const std::uint64_t count = LeafCount(length);
-    if (!RangeWithin(first, count, leaves.size())) return Bad("leaf hashes of a range are missing");
-    std::uint64_t all = count;
-    if (manifest_->paged && length > kLeafBytes && first + count < leaves.size() &&
-        leaves[first + count] == PagesMark(hash)) {
-      std::uint64_t paged = 1;
-      for (std::uint64_t leaf = 0; leaf < count; ++leaf) paged += PagesOfLeaf(leaf, length) + 1;
-      if (RangeWithin(first + count, paged, leaves.size())) {
-        all += paged;
-        out_.paged = true;
-      }
-    }
-    const auto begin = leaves.begin() + static_cast<std::ptrdiff_t>(first);
+    const std::optional<std::uint64_t> end =
+        EndOfHashes(leaves, manifest_->extras, first, length, hash);
+    if (!end) return Bad("leaf hashes of a range are missing");
+    if (*end - first > LeafCount(length)) out_.extras.pages = true;
     const std::uint64_t at = out_.leaves.size();
-    out_.leaves.insert(out_.leaves.end(), begin, begin + static_cast<std::ptrdiff_t>(all));
+    out_.leaves.insert(out_.leaves.end(), leaves.begin() + static_cast<std::ptrdiff_t>(first),
+                       leaves.begin() + static_cast<std::ptrdiff_t>(*end));
     return at;
+  }
+
+  // Appends the row of value counts of a chunk whose hashes were just taken.
+  void TakeCounts(const TensorMeta& meta, std::uint64_t first, const ChunkRecord& chunk) {
+    AppendCountsRow(
+        CountsOfChunk(manifest_->leaves, manifest_->extras, meta, first, chunk.length, chunk.hash),
+        out_.leaves);
   }
 
   Status AddDead(std::uint32_t file, std::uint64_t offset, std::uint64_t length,
@@ -506,8 +504,9 @@ class BaseLinker::Gatherer {
       }
       if (use == BaseFileUse::kNone) return Bad("a reused range is in a file that is not reused");
       if (chunk.has_hash) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(chunk.first_leaf,
-                                     TakeLeaves(chunk.first_leaf, chunk.length, chunk.hash));
+        const std::uint64_t first = chunk.first_leaf;
+        TENSORMOUNT_ASSIGN_OR_RETURN(chunk.first_leaf, TakeLeaves(first, chunk.length, chunk.hash));
+        TakeCounts(tensor.meta, first, chunk);
       }
       if (use == BaseFileUse::kCopy) {
         if (!chunk.has_hash) return Bad("a range that must be copied has no hash");

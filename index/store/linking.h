@@ -15,6 +15,7 @@
 #include "base/hash.h"
 #include "index/read/checkpoint.h"
 #include "index/records/inventory.h"
+#include "index/records/leaf_section.h"
 #include "index/store/range_check.h"
 #include "index/store/store.h"
 
@@ -87,7 +88,7 @@ struct LinkCounts {
 struct LinkedRecords {
   Inventory inventory;
   std::vector<Hash128> leaves;
-  bool paged = false;
+  LeafExtras extras = {.counts = true};
   bool empty() const { return inventory.files.empty() && inventory.tensors.empty(); }
 };
 

@@ -417,7 +417,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
 
   // The publish itself writes the remaining files, and each is synced when it is written.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string coordinator_manifest,
-                               EncodeManifest(CoordinatorInventory(inventory), {}));
+                               EncodeCoordinatorManifest(inventory));
   TENSORMOUNT_RETURN_IF_ERROR(
       fs.WriteFileDurably(JoinPath(staging.directory, kCoordinatorManifest), coordinator_manifest));
   TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(JoinPath(staging.directory, "index")));

@@ -40,6 +40,7 @@ _PLUGINS = ("accelerate", "fsspec", "lightning", "megatron", "olmo", "torchtitan
 # names go here and into the imports for type checkers below.
 _NAMES = {
     "Checkpoint": "_checkpoint",
+    "Statistics": "_statistics",
     "Tensor": "_checkpoint",
     "open": "_checkpoint",
     "Group": "_group",
@@ -96,6 +97,7 @@ _NAMES = {
     "InvalidArgumentError": "errors",
     "KeyNotFoundError": "errors",
     "LayoutError": "errors",
+    "NonfiniteError": "errors",
     "LibraryError": "errors",
     "NotFoundError": "errors",
     "OutOfRangeError": "errors",
@@ -158,6 +160,7 @@ if TYPE_CHECKING:
         validate as validate,
     )
     from tensormount._saver import Saver as Saver
+    from tensormount._statistics import Statistics as Statistics
     from tensormount._store import (
         Store as Store,
         adopt as adopt,
@@ -184,6 +187,7 @@ if TYPE_CHECKING:
         InvalidArgumentError as InvalidArgumentError,
         KeyNotFoundError as KeyNotFoundError,
         LayoutError as LayoutError,
+        NonfiniteError as NonfiniteError,
         LibraryError as LibraryError,
         NotFoundError as NotFoundError,
         OutOfRangeError as OutOfRangeError,

@@ -177,6 +177,8 @@ def library_version() -> str:
 
 # First words of messages about keys (from the library) and plain values (from this package) that are not stored.
 NOT_STORED = "requested, but not stored: "
+# The cause of an error of a save that refuses NaNs and infinities (tensormount/save.h).
+NOT_FINITE = "values that are not finite"
 
 
 def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str] = None) -> NoReturn:
@@ -191,6 +193,7 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
         DeviceError,
         InternalError,
         KeyNotFoundError,
+        NonfiniteError,
         NotFoundError,
         PeerLost,
     )
@@ -207,6 +210,8 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
         kind = KeyNotFoundError if known else CheckpointNotFoundError
     if kind is PeerLost and fields.get("device"):
         kind = DeviceError
+    if fields.get("cause") == NOT_FINITE:
+        raise NonfiniteError(message, **fields)
     raise (kinds or {}).get(status, kind)(message, **fields)
 
 

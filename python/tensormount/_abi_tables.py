@@ -97,6 +97,9 @@ TM_SAVE_MAIN = 1
 TM_COMMON_ERROR = 0
 TM_COMMON_WARN = 1
 TM_COMMON_OFF = 2
+TM_NONFINITE_ALLOW = 0
+TM_NONFINITE_WARN = 1
+TM_NONFINITE_REFUSE = 2
 TM_JOB_STAGING = 0
 TM_JOB_SAVING = 1
 TM_JOB_COMMITTED = 2
@@ -184,6 +187,23 @@ class TensorInfo(Structure):
         ("bytes", c_uint64),
         ("digest", c_uint64),
         ("shape", c_int64 * 16),
+    ]
+
+
+class ValueStatistics(Structure):
+    """tm_value_statistics"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("known", c_int32),
+        ("count", c_uint64),
+        ("zeros", c_uint64),
+        ("nan", c_uint64),
+        ("posinf", c_uint64),
+        ("neginf", c_uint64),
+        ("absmax", c_double),
+        ("has_absmax", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -282,6 +302,10 @@ class SaveOptions(Structure):
         ("retention", c_char_p),
         ("ephemeral", c_int32),
         ("writers", c_int32),
+        ("no_statistics", c_int32),
+        ("nonfinite", c_int32),
+        ("nonfinite_exempt", POINTER(c_char_p)),
+        ("nonfinite_exempt_count", c_size_t),
     ]
 
 
@@ -651,6 +675,7 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "tm_checkpoint_objects": (c_int32, [c_void_p, c_void_p]),
     "tm_checkpoint_warnings": (c_int32, [c_void_p, c_void_p]),
     "tm_checkpoint_tensor": (c_int32, [c_void_p, c_char_p, c_void_p]),
+    "tm_checkpoint_statistics": (c_int32, [c_void_p, c_char_p, c_void_p]),
     "tm_checkpoint_read": (c_int32, [c_void_p, c_char_p, c_void_p, c_void_p]),
     "tm_checkpoint_read_bytes": (c_int32, [c_void_p, c_char_p, c_uint64, c_void_p, c_size_t]),
     "tm_checkpoint_map": (c_int32, [c_void_p, c_char_p, c_uint64, c_uint64, c_void_p]),

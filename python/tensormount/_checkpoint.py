@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 from tensormount import _abi, _dtypes, _index, _names, _reads
 from tensormount._names import NameOptions, name_map
 from tensormount._objects import Objects
+from tensormount._statistics import Statistics
 from tensormount.errors import (
     CancelledError,
     CheckpointNotFoundError,
@@ -631,6 +632,23 @@ class Tensor:
     def digest(self) -> Optional[int]:
         """CRC-64/NVME of the row-major bytes; None if none is stored (files of other programs)."""
         return self._digest
+
+    @property
+    def stats(self) -> Optional[Statistics]:
+        """Counts of the values, taken when the tensor was saved; no data is read.
+
+        None: not known, as for files of other programs, saves with statistics="off" or through a mount, and layers.
+
+            >>> import tensormount as tm
+            >>> tm.open("STORE/step-1")["w"].stats
+            Statistics(count=512, zeros=1, nan=0, posinf=0, neginf=0, absmax=511.0)
+        """
+        found = _abi.ValueStatistics(struct_size=ctypes.sizeof(_abi.ValueStatistics))
+        handle = self._checkpoint._opened()
+        status = self._checkpoint._lib.tm_checkpoint_statistics(handle.address, self._name, _addressof(found))
+        if status:
+            _abi.fail(status, _LOOKUP_ERRORS, self._key)
+        return Statistics.of(found)
 
     def __len__(self) -> int:
         if not self._shape:

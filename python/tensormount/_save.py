@@ -46,6 +46,8 @@ _PLACEMENTS = ("auto", "tensor-file", "rank-shard", "safetensors")
 _REPLICAS = ("rotating", "full", "off", "warn")
 _STRATEGIES = ("parallel", "main")
 _COMMON = ("error", "warn", "off")
+_STATISTICS = ("basic", "off")
+_NONFINITE = ("allow", "warn", "refuse")
 _STATES = ("staging", "saving", "committed", "failed", "cancelled")
 _FAILURES = {_abi.TM_INVALID_ARGUMENT: LayoutError}  # This status of a save nearly always means a wrong layout.
 
@@ -61,6 +63,9 @@ class SaveOptions(TypedDict, total=False):
     common_exempt: Sequence[str]
     validate: bool
     page_hashes: bool
+    statistics: str
+    nonfinite: str
+    nonfinite_exempt: Sequence[str]
     reuse: str
     full_every: int
     inherit: Optional[str]
@@ -178,6 +183,12 @@ def save(
     common_exempt   globs of names of plain values that are not compared.
     validate  False: skip the proof, before writing, that the ranks cover every tensor exactly.
     page_hashes   True: also store hashes of 4 KiB pages, for reads of few rows.
+    statistics    "basic": zeros, NaNs, infinities and the largest magnitude of each tensor are counted while
+              it is hashed, and kept with the checkpoint; "off": they are not.
+    nonfinite "refuse": a tensor with NaNs or infinities fails the save on all ranks, before anything is
+              published (InvalidArgumentError with key and rank); "warn": a warning of the report and the
+              log; "allow".
+    nonfinite_exempt   globs of keys of tensors that may have them: ("*.mask",).
     reuse     "auto": data that the latest checkpoint of the store already has, byte for byte, are hard
               linked instead of written; "off": all data are written; or the name of the checkpoint to
               link to.
@@ -504,6 +515,12 @@ def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
     given.replace = flag("replace", options.get("replace", False))
     given.skip_validation = 1 - flag("validate", options.get("validate", True))
     given.page_hashes = flag("page_hashes", options.get("page_hashes", False))
+    statistics = options.get("statistics", "basic")
+    if statistics == "full":
+        raise UnsupportedError("statistics='full': a save takes the basic ones; `tensormount stats --full` takes all later")
+    given.no_statistics = _choice_number("statistics", statistics, _STATISTICS)
+    given.nonfinite = _choice_number("nonfinite", options.get("nonfinite", "allow"), _NONFINITE)
+    given.nonfinite_exempt, given.nonfinite_exempt_count = texts(options.get("nonfinite_exempt", ()), kept)
     reuse = options.get("reuse", "auto")
     if not isinstance(reuse, str):
         raise InvalidArgumentError(f"reuse={reuse!r}: must be auto, off, or the name of a checkpoint")

@@ -71,10 +71,11 @@ class Store:
         timeout   seconds without a checkpoint, then TimeoutError; None: no limit. The time that the loop's own
                   code takes does not count.
 
-        Each step is {"checkpoint", "uuid", "generation", "parent", "created", "derived", "removed", "path"}: the
-        same checkpoint under a new name is no new step, another save under an old name is one. "removed": it
-        was removed or replaced before the store was looked at; then "path" is None, and if its files are gone,
-        so are the others but "uuid". The store may not exist yet.
+        Each step is {"checkpoint", "uuid", "generation", "parent", "created", "derived", "removed", "nonfinite",
+        "path"}: the same checkpoint under a new name is no new step, another save under an old name is one.
+        "removed": it was removed or replaced before the store was looked at; then "path" is None, and if its files
+        are gone, so are the others but "uuid". "nonfinite": NaNs and infinities in all tensors; None: not counted.
+        The store may not exist yet.
 
         The watch begins with this call and goes on while the loop is busy; `close` or the end of a `with` block
         ends it. Raises StaleError if the store is removed, CheckpointNotFoundError if `since` does not exist.

@@ -91,6 +91,10 @@ class LayoutError(InvalidArgumentError):
     """
 
 
+class NonfiniteError(InvalidArgumentError):
+    """A tensor has NaNs or infinities, which the save refuses (nonfinite="refuse"); key and rank name the first."""
+
+
 class OutOfRangeError(InvalidArgumentError, IndexError):
     """An index is beyond the tensor."""
 

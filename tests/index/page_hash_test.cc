@@ -287,8 +287,8 @@ TEST(PageHash, PageHashesChangeOnlyTheManifests) {
     if (entry.name != "manifest/rank-0.tmm") continue;
     ASSERT_OK_AND_ASSIGN(const Manifest without, DecodeManifest(a, "a"));
     ASSERT_OK_AND_ASSIGN(const Manifest with, DecodeManifest(b, "b"));
-    EXPECT_FALSE(without.paged);
-    EXPECT_TRUE(with.paged);
+    EXPECT_FALSE(without.extras.pages);
+    EXPECT_TRUE(with.extras.pages);
     EXPECT_TRUE(std::equal(without.leaves.begin(), without.leaves.end(), with.leaves.begin()));
     const std::uint64_t leaves = LeafCount(210'000);
     EXPECT_EQ(with.leaves.size() - without.leaves.size(), 1 + leaves + (210'000 + 4095) / 4096);

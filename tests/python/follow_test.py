@@ -27,8 +27,8 @@ class Follow(support.Folder):
             one, two = next(steps), next(steps)
         listed = store.list()
         self.assertEqual([one["uuid"], two["uuid"]], [entry["uuid"] for entry in listed])
-        self.assertEqual(sorted(one), ["checkpoint", "created", "derived", "generation", "parent", "path", "removed",
-                                       "uuid"])
+        self.assertEqual(sorted(one), ["checkpoint", "created", "derived", "generation", "nonfinite", "parent", "path",
+                                       "removed", "uuid"])
         self.assertEqual((one["path"], two["parent"]), (os.path.realpath("S/step-1"), one["uuid"]))
         self.assertEqual(list(steps), [])  # Closed.
         steps.close()
