@@ -144,6 +144,9 @@ class CheckpointVerifier {
           status = added;
         }
         leaves_[entry.name] = std::move(manifest.value().leaves);
+        if (entry.name == kCoordinatorManifest) {
+          coordinator_ = std::move(manifest.value().inventory.tensors);
+        }
       } else {
         status = manifest.status();
         ReportUnreadable(entry.name, entry.name, status);
@@ -153,9 +156,24 @@ class CheckpointVerifier {
     Result<Inventory> inventory = FinishRebuild(merger, commit());
     if (inventory.ok()) {
       inventory_ = std::move(inventory).value();
+      CompareCounts();
     } else {
       Damage("manifests", "manifest", inventory.status().message());
     }
+  }
+
+  // Compares the value counts of tensors, which the coordinator's manifest has, with the sums of
+  // the writers' manifests. The merge has compared the lists of tensors.
+  void CompareCounts() {
+    std::map<std::string_view, const TensorRecord*> merged;
+    for (const TensorRecord& tensor : inventory_->tensors) merged[tensor.meta.key()] = &tensor;
+    for (const TensorRecord& listed : coordinator_) {
+      const auto at = merged.find(listed.meta.key());
+      if (!listed.counts || at == merged.end() || at->second->counts == listed.counts) continue;
+      Damage("tensor " + listed.meta.key(), std::string(kCoordinatorManifest),
+             "the value counts differ from those of the writers' manifests");
+    }
+    coordinator_.clear();
   }
 
   // Checks the index by its hash, then record by record, because a matching hash does not prove
@@ -250,6 +268,7 @@ class CheckpointVerifier {
   std::map<std::string, std::vector<Hash128>> leaves_;
   // False if staging.json exists, so that files of a shared staging may be left.
   bool swept_ = true;
+  std::vector<TensorRecord> coordinator_;  // The tensors that the coordinator's manifest lists.
   std::optional<Inventory> inventory_;
   std::shared_ptr<const MemoryTable> wanted_;  // The records of inventory_.
 };

@@ -93,7 +93,8 @@ struct TensorRecord {
   Crc64 digest = 0;
   bool has_digest = false;  // False only for tensors of foreign files.
   std::int64_t mtime = 0;   // Seconds since 1970; decided at publish.
-  // Counts of the values of all its chunks, if a manifest has them (docs/format.md, "Value counts").
+  // Counts of the values of all its chunks, if a manifest has them (docs/format.md, "Value
+  // counts").
   std::optional<ValueCounts> counts = std::nullopt;
   explicit TensorRecord(TensorMeta m) : meta(std::move(m)), extents(meta.shape().rank()) {}
 };

@@ -102,6 +102,17 @@ void AppendTotals(std::span<const TensorRecord> tensors, std::vector<Hash128>& s
   section.push_back(HashOfTotals(std::span(section).subspan(begin)));
 }
 
+void TakeTotals(std::span<const Hash128> section, Inventory& inventory) {
+  for (TensorRecord& tensor : inventory.tensors) tensor.counts.reset();
+  if (section.size() < kTotalsTrailerHashes) return;
+  const std::optional<std::uint64_t> length =
+      TotalsLength(section.last(kTotalsTrailerHashes), section.size());
+  if (!length) return;
+  const auto totals = DecodeTotals(section.last(static_cast<std::size_t>(*length)));
+  if (!totals || totals->size() != inventory.tensors.size()) return;
+  for (std::size_t i = 0; i < totals->size(); ++i) inventory.tensors[i].counts = (*totals)[i];
+}
+
 std::optional<std::uint64_t> TotalsLength(std::span<const Hash128> trailer, std::uint64_t size) {
   if (trailer.size() != kTotalsTrailerHashes || size < kTotalsTrailerHashes) return std::nullopt;
   const std::uint64_t rows = trailer[0].low;

@@ -52,6 +52,10 @@ std::optional<std::uint64_t> TotalsLength(std::span<const Hash128> trailer, std:
 std::optional<std::vector<std::optional<ValueCounts>>> DecodeTotals(
     std::span<const Hash128> totals);
 
+// Sets TensorRecord::counts of every tensor of the coordinator's manifest, whose leaf section ends
+// with the totals. Damaged totals set none.
+void TakeTotals(std::span<const Hash128> section, Inventory& inventory);
+
 // Whether counts that were read can be those of `values` values.
 bool CountsFit(const ValueCounts& counts, std::uint64_t values);
 

@@ -335,7 +335,11 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
   if (Status s = DecodeRecords(in, name, header.leaves, manifest.inventory); !s.ok()) {
     return s.message().starts_with(name) ? s : s.WithContext(name);
   }
-  SumCounts(manifest.leaves, manifest.extras, manifest.inventory);
+  if ((header.compatible & kHasTotals) != 0) {
+    TakeTotals(manifest.leaves, manifest.inventory);
+  } else {
+    SumCounts(manifest.leaves, manifest.extras, manifest.inventory);
+  }
   return manifest;
 }
 

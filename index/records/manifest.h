@@ -37,7 +37,8 @@ Result<std::string> EncodeCoordinatorManifest(const Inventory& merged);
 // the merge (InventoryMerger, CheckComplete). DecodeManifest accepts untrusted bytes. kDataLoss for
 // a wrong checksum or a broken rule, kUnsupported for a newer version.
 // `leaves` has 16 bytes for each 64 KiB of data: 4 MiB for 16 GiB of one rank, and 18 times that
-// with page hashes. TensorRecord::counts of a writer's manifest are the sums over its own chunks.
+// with page hashes. TensorRecord::counts of a writer's manifest are the sums over its own chunks;
+// of the coordinator's manifest, those of whole tensors.
 struct Manifest {
   Inventory inventory;
   std::vector<Hash128> leaves;

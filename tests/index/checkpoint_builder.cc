@@ -129,8 +129,9 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> data,
                                  fs.OpenRead(JoinPath(directory, writer.inventory.files[0].name)));
     TENSORMOUNT_RETURN_IF_ERROR(data->Seal());
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(writer.inventory, writer.leaves, {.pages = writer.paged}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::string manifest,
+        EncodeManifest(writer.inventory, writer.leaves, {.pages = writer.paged}));
     const std::string name = "manifest/rank-" + std::to_string(w) + ".tmm";
     TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(JoinPath(directory, name), manifest));
     built.commit.files.push_back(EntryOf(name, manifest));

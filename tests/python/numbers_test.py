@@ -94,14 +94,16 @@ class Counts(support.Folder):
                     self.assertEqual(tuple(checkpoint[key].stats), expected(whole), (SEED, case, key, dtype))
 
     def test_linked_data_keep_their_counts(self):
-        w = np.arange(300_000, dtype="f4")
-        w[7] = np.nan
-        tm.save({"w": w, "n": np.zeros(3)}, "L/one")
-        report = tm.save({"w": w, "n": np.ones(3)}, "L/two", statistics="off")
-        self.assertGreater(report["reused_bytes"], 1_000_000)
-        with tm.open("L/two") as checkpoint:
-            self.assertEqual((checkpoint["w"].stats.nan, checkpoint["w"].stats.zeros), (1, 1))
-            self.assertIsNone(checkpoint["n"].stats)
+        w = np.arange(300_000, dtype="f4").reshape(300, 1000)
+        w[7, 7] = np.nan
+        for pages in (False, True):  # Page hashes lie between the leaves of a chunk and its counts.
+            tm.save({"w": w, "n": np.zeros(3)}, f"L{pages}/one", page_hashes=pages)
+            report = tm.save({"w": w, "n": np.ones(3)}, f"L{pages}/two", page_hashes=pages, statistics="off")
+            self.assertGreater(report["reused_bytes"], 1_000_000)
+            with tm.open(f"L{pages}/two") as checkpoint:
+                self.assertEqual((checkpoint["w"].stats.nan, checkpoint["w"].stats.zeros), (1, 1))
+                self.assertIsNone(checkpoint["n"].stats)
+            self.assertEqual(tm.verify(f"L{pages}/two")["damages"], 0)
 
     def test_statistics_can_be_left_out(self):
         tm.save({"w": np.zeros(3)}, "O/one", statistics="off")
