@@ -18,14 +18,18 @@ enum class NumberKind : std::uint8_t {
   kInteger,   // bool and integers that fit a signed 64-bit integer.
   kUnsigned,  // u64.
   kComplex,   // Two reals.
-  kNone,      // Below one byte: programs differ in their packing.
+  kNone,      // Below one byte: programs differ in their packing, so no single element is shown.
 };
 NumberKind NumberKindOf(DType dtype);
 
 // Decodes `count` packed elements at `src` (any alignment) to doubles: exact except for integers
 // beyond 2^53, which are rounded to the nearest. Complex elements give two doubles each, the real
-// part first. Not for kNone.
+// part first. Elements below one byte are taken from the lowest bits of a byte first, as ml_dtypes
+// and torch pack them.
 void DecodeNumbers(DType dtype, const std::byte* src, std::size_t count, double* out);
+
+// The codes of elements below one byte, one in each byte of `out`, in the order of DecodeNumbers.
+void UnpackCodes(DType dtype, const std::byte* src, std::size_t count, std::uint8_t* out);
 
 // Decodes integers exactly. For kUnsigned the results are the signed integers with the same 64
 // bits.

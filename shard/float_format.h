@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-// The encoding of binary floats, for conversions at load (convert.cc) and for displaying values
-// (element_values.cc). Sign, exponent and fraction, from the highest bit down, with e the exponent
+// The encoding of binary floats, for conversions at load (convert.cc) and for decoding values
+// (decode_numbers.cc). Sign, exponent and fraction, from the highest bit down, with e the exponent
 // field and f the fraction field:
 //
 //   e > 0   (1 + f / 2^fraction_bits) * 2^(e - bias)
@@ -19,8 +19,8 @@ namespace tensormount {
 struct FloatFormat {
   // Codes that are not finite numbers. kIeee: the highest exponent is infinity (fraction zero) or
   // NaN. kNanAllOnes ("fn"): no infinities, and only all ones are NaN. kNanMinusZero ("fnuz"): no
-  // infinities, and the code of minus zero is NaN.
-  enum class Specials : std::uint8_t { kIeee, kNanAllOnes, kNanMinusZero };
+  // infinities, and the code of minus zero is NaN. kNone: every code is a finite number.
+  enum class Specials : std::uint8_t { kIeee, kNanAllOnes, kNanMinusZero, kNone };
 
   int exponent_bits;
   int fraction_bits;
@@ -44,6 +44,9 @@ inline constexpr FloatFormat kF8E5M2Format{5, 2};
 inline constexpr FloatFormat kF8E4M3Format{4, 3, FloatFormat::Specials::kNanAllOnes};
 inline constexpr FloatFormat kF8E5M2FNUZFormat{5, 2, FloatFormat::Specials::kNanMinusZero};
 inline constexpr FloatFormat kF8E4M3FNUZFormat{4, 3, FloatFormat::Specials::kNanMinusZero};
+inline constexpr FloatFormat kF6E2M3Format{2, 3, FloatFormat::Specials::kNone};
+inline constexpr FloatFormat kF6E3M2Format{3, 2, FloatFormat::Specials::kNone};
+inline constexpr FloatFormat kF4Format{2, 1, FloatFormat::Specials::kNone};
 
 // An exact number: significand * 2^exponent. It represents every float and every integer of up to
 // 64 bits, so conversions through it round only once, at the end.
@@ -72,6 +75,8 @@ constexpr ExactNumber DecodeExact(std::uint64_t bits) {
       break;
     case FloatFormat::Specials::kNanMinusZero:
       if (x.negative && exponent == 0 && fraction == 0) x.kind = Kind::kNaN;
+      break;
+    case FloatFormat::Specials::kNone:
       break;
   }
   if (x.kind != Kind::kFinite) return x;
