@@ -3,15 +3,14 @@
 // whole. If both sides have digests, the digests decide; other tensors (foreign files, values
 // requested) are read.
 //
-// One thread merges. A tensor that has to be read becomes a Job. When kMostPending keys have been
-// collected, several threads read the blocks of all jobs, and the results are reported in key
+// One thread merges. A tensor that has to be read becomes a Job. When kMostPendingKeys keys have
+// been collected, several threads read the blocks of all jobs, and the results are reported in key
 // order. The size of a batch bounds the memory.
 #include "index/read/compare.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <exception>
 #include <limits>
 #include <mutex>
 #include <tuple>
@@ -19,7 +18,7 @@
 
 #include "base/glob.h"
 #include "base/parallel.h"
-#include "base/thread.h"
+#include "index/read/tensor_units.h"
 
 namespace tensormount {
 namespace {
@@ -28,51 +27,10 @@ using Each = std::function<Status(const Mismatch&)>;
 
 // Value of Job::first_element while no differing element is known.
 constexpr std::uint64_t kNoElement = std::numeric_limits<std::uint64_t>::max();
-// Largest number of keys in a batch. The metadata and results of a batch are in memory.
-constexpr std::size_t kMostPending = 4096;
 
 bool MatchesGlob(const std::string& glob, const std::string& key) {
   return glob.empty() || GlobMatches(glob, key);
 }
-
-// The tensors of one side in the order of their keys, kPage at a time.
-class Cursor {
- public:
-  Cursor(const CheckpointIndex& index, const std::string& glob) : index_(index), glob_(glob) {}
-
-  // The current tensor; null at the end. Valid until Pop.
-  Result<const TensorEntry*> Peek() {
-    while (at_ == page_.size()) {
-      if (end_) return static_cast<const TensorEntry*>(nullptr);
-      page_.clear();
-      at_ = 0;
-      TENSORMOUNT_RETURN_IF_ERROR(Fill());
-    }
-    return &page_[at_];
-  }
-  void Pop() { ++at_; }
-
- private:
-  static constexpr std::size_t kPage = 1024;
-
-  Status Fill() {
-    std::size_t seen = 0;
-    TENSORMOUNT_RETURN_IF_ERROR(index_.ForEachTensor(next_, [&](const TensorEntry& tensor) {
-      if (MatchesGlob(glob_, tensor.meta.key())) page_.push_back(tensor);
-      return ++seen < kPage;
-    }));
-    next_ += static_cast<std::uint32_t>(seen);
-    end_ = seen < kPage;
-    return {};
-  }
-
-  const CheckpointIndex& index_;
-  const std::string& glob_;
-  std::uint32_t next_ = 0;
-  std::vector<TensorEntry> page_;
-  std::size_t at_ = 0;
-  bool end_ = false;
-};
 
 // Two tensors whose bytes have to be read. They have the same shape and, unless values are
 // compared, the same dtype.
@@ -80,6 +38,7 @@ struct Job {
   TensorEntry first;
   TensorEntry second;
   bool values = false;
+  bool stats = false;
   bool by_digest = false;   // Both have digests, which differ if the dtypes are the same.
   std::size_t entry = 0;    // Position of the result in the batch.
   std::uint64_t block = 0;  // Elements in a unit. A unit is a whole number of bytes.
@@ -89,6 +48,7 @@ struct Job {
   std::atomic<std::uint64_t> first_element{kNoElement};
   std::mutex mutex;
   ValueMismatch sum;
+  OrderedSum<BlockChange, ValueChange> change;
 
   bool same_type() const { return first.meta.dtype() == second.meta.dtype(); }
 };
@@ -112,8 +72,8 @@ class CheckpointComparison {
   using Outcome = std::optional<Mismatch>;
 
   Status Tensors() {
-    Cursor a(first_.index(), options_.keys);
-    Cursor b(second_.index(), options_.keys);
+    TensorCursor a(first_.index(), options_.keys);
+    TensorCursor b(second_.index(), options_.keys);
     for (;;) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry* mine, a.Peek());
       TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry* theirs, b.Peek());
@@ -131,7 +91,7 @@ class CheckpointComparison {
       }
       if (order <= 0) a.Pop();
       if (order >= 0) b.Pop();
-      if (batch_.size() >= kMostPending) TENSORMOUNT_RETURN_IF_ERROR(Flush());
+      if (batch_.size() >= kMostPendingKeys) TENSORMOUNT_RETURN_IF_ERROR(Flush());
     }
     return Flush();
   }
@@ -158,28 +118,32 @@ class CheckpointComparison {
       const bool empty = a.meta.bytes() == 0;
       ++(empty || by_digest ? summary_.by_digest : summary_.by_bytes);
       if (empty || (by_digest && a.digest == b.digest)) {
-        outcome.reset();
+        SetEqual(outcome);
         return;
       }
       d.reason = by_digest ? "digests differ" : "bytes differ";
     }
     const bool values =
         options_.values && same_shape && CanCompareValues(a.meta.dtype(), b.meta.dtype());
-    const bool bytes = same_shape && same_type && (!by_digest || options_.values);
-    if ((values || bytes) && a.meta.elements() > 0) AddJob(a, b, values, by_digest);
+    const bool stats =
+        options_.stats && same_shape && CanMeasureChange(a.meta.dtype(), b.meta.dtype());
+    const bool bytes = same_shape && same_type && (!by_digest || options_.values || stats);
+    if ((values || stats || bytes) && a.meta.elements() > 0) AddJob(a, b, values, stats, by_digest);
   }
 
   // Adds a job. A block is a multiple of 8 elements, so that blocks of f4 and narrower types begin
-  // and end at whole bytes.
-  void AddJob(const TensorEntry& a, const TensorEntry& b, bool values, bool by_digest) {
+  // and end at whole bytes. With `stats` it is a multiple of the blocks of value_statistics.h.
+  void AddJob(const TensorEntry& a, const TensorEntry& b, bool values, bool stats, bool by_digest) {
     Job& job = *jobs_.emplace_back(std::make_unique<Job>());
     job.first = a;
     job.second = b;
     job.values = values;
+    job.stats = stats;
     job.by_digest = by_digest;
     job.entry = batch_.size() - 1;
     const std::uint64_t bits = std::max(a.meta.bits(), b.meta.bits());
-    job.block = std::max<std::uint64_t>(8, options_.block_bytes * 8 / bits / 8 * 8);
+    const std::uint64_t step = stats ? BlockElements(a.meta.dtype()) : 8;
+    job.block = std::max<std::uint64_t>(1, options_.block_bytes * 8 / bits / step) * step;
     job.units = (a.meta.elements() - 1) / job.block + 1;
     total_ += a.meta.bytes() + b.meta.bytes();
   }
@@ -191,7 +155,7 @@ class CheckpointComparison {
     for (const auto& job : jobs_) {
       Outcome& outcome = batch_[job->entry];
       if (!job->by_digest && job->same_type() && job->first_element == kNoElement) {
-        outcome.reset();
+        SetEqual(outcome);
       } else {
         Conclude(*job, *outcome);
       }
@@ -212,6 +176,13 @@ class CheckpointComparison {
       d.reason = "digests differ, but the bytes are equal: one digest is wrong";
     }
     if (job.values) d.values = job.sum;
+    if (job.stats) d.change = job.change.sum();
+  }
+
+  void SetEqual(Outcome& outcome) {
+    const TensorMeta& meta = *outcome->first;
+    summary_.unchanged_values += meta.elements() * ValuesPerElement(meta.dtype());
+    outcome.reset();
   }
 
   Status Emit(const Outcome& outcome) {
@@ -230,65 +201,36 @@ class CheckpointComparison {
         ++summary_.changed;
         break;
     }
+    if (outcome->change) summary_.change.Add(*outcome->change);
     return each_(*outcome);
   }
 
-  // Reads all units of all jobs on several threads. A unit is one block of one job. Threads take
-  // units in order from a counter, so that concurrent reads are neighbours in storage and all
-  // threads are busy to the end.
+  // Reads all units of all jobs on several threads. A unit is one block of one job.
   Status RunJobs() {
-    // For each job, the number of units in it and all jobs before it.
-    std::vector<std::uint64_t> ends;
-    std::uint64_t units = 0;
-    for (const auto& job : jobs_) ends.push_back(units += job->units);
-    if (units == 0) return {};
-    const std::uint64_t cores = HostCores();
-    const std::uint64_t threads = std::min<std::uint64_t>(
-        units, options_.threads > 0 ? static_cast<std::uint64_t>(options_.threads)
-                                    : std::min<std::uint64_t>(cores, 8));
-    std::atomic<std::uint64_t> next{0};
-    std::atomic<bool> stop{false};
-    std::mutex mutex;
-    Status failure;
-    const auto work = [&] {
-      Status status;
-      try {
-        std::vector<std::byte> a;
-        std::vector<std::byte> b;
-        while (status.ok() && !stop) {
-          const std::uint64_t unit = next++;
-          if (unit >= units) break;
-          const auto job = static_cast<std::size_t>(
-              std::upper_bound(ends.begin(), ends.end(), unit) - ends.begin());
-          status = RunUnit(*jobs_[job], unit - (ends[job] - jobs_[job]->units), a, b);
-        }
-      } catch (const std::exception& error) {
-        status = Status(Code::kResourceExhausted, std::string("compare: ") + error.what());
-      }
-      if (status.ok()) return;
-      stop = true;
-      std::lock_guard lock(mutex);
-      if (failure.ok()) failure = status;
+    TensorUnits units;
+    for (const auto& job : jobs_) units.Add(job->units);
+    if (units.count() == 0) return {};
+    struct Buffers {
+      std::vector<std::byte> a;
+      std::vector<std::byte> b;
     };
-    {
-      // The threads are joined at the end of this block, before `failure` is read.
-      std::vector<JoiningThread> others;
-      for (std::uint64_t i = 1; i < threads; ++i) others.emplace_back(work);
-      work();
-    }
-    return failure;
+    return ForEachParallel<Buffers>(
+        units.count(), ReadingThreads(options_.threads), [&](std::size_t i, Buffers& buffers) {
+          const TensorUnits::Unit unit = units.At(i);
+          return RunUnit(*jobs_[unit.tensor], unit.number, buffers.a, buffers.b);
+        });
   }
 
-  // Compares one unit. Without `values` only the first differing element counts, so blocks behind a
-  // known differing element are skipped.
+  // Compares one unit. Without `values` and `stats` only the first differing element counts, so
+  // blocks behind a known differing element are skipped.
   Status RunUnit(Job& job, std::uint64_t unit, std::vector<std::byte>& a,
                  std::vector<std::byte>& b) {
     const std::uint64_t begin = unit * job.block;
-    if (!job.values && begin >= job.first_element) return {};
+    if (!job.values && !job.stats && begin >= job.first_element) return {};
     const TensorMeta& mine = job.first.meta;
     const std::uint64_t count = std::min(job.block, mine.elements() - begin);
-    TENSORMOUNT_RETURN_IF_ERROR(ReadBlock(first_, job.first, begin, count, a));
-    TENSORMOUNT_RETURN_IF_ERROR(ReadBlock(second_, job.second, begin, count, b));
+    TENSORMOUNT_RETURN_IF_ERROR(ReadElements(first_, job.first, begin, count, a));
+    TENSORMOUNT_RETURN_IF_ERROR(ReadElements(second_, job.second, begin, count, b));
     std::uint64_t found = kNoElement;
     if (job.same_type() && std::memcmp(a.data(), b.data(), a.size()) != 0) {
       const auto byte = static_cast<std::uint64_t>(
@@ -305,18 +247,25 @@ class CheckpointComparison {
       std::lock_guard lock(job.mutex);
       job.sum.Add(sum);
     }
+    if (job.stats) job.change.Add(unit, ChangesOf(job, a, b, count));
     const std::uint64_t done = read_ += a.size() + b.size();
     return options_.watch ? options_.watch(done, total_) : Status();
   }
 
-  // Reads elements in row-major order as whole bytes. `begin` is a multiple of 8 elements; the end
-  // is too, or it is the tensor's end.
-  static Status ReadBlock(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,
-                          std::uint64_t begin, std::uint64_t count, std::vector<std::byte>& out) {
-    const std::uint64_t bits = tensor.meta.bits();
-    out.resize(count * bits / 8);
-    return checkpoint.ReadBytes(tensor, begin / 8 * bits, out.data(), out.size(),
-                                ReadVerify::kExtendLeaves, nullptr);
+  // The changes of the blocks of a unit.
+  static std::vector<BlockChange> ChangesOf(const Job& job, const std::vector<std::byte>& a,
+                                            const std::vector<std::byte>& b, std::uint64_t count) {
+    const DType type_a = job.first.meta.dtype();
+    const DType type_b = job.second.meta.dtype();
+    const std::uint64_t step = BlockElements(type_a);
+    std::vector<BlockChange> changes;
+    for (std::uint64_t at = 0; at < count; at += step) {
+      const std::uint64_t values = std::min(step, count - at) * ValuesPerElement(type_a);
+      changes.push_back(MeasureChange(ValueDType(type_a), a.data() + at * InfoOf(type_a).bits / 8,
+                                      ValueDType(type_b), b.data() + at * InfoOf(type_b).bits / 8,
+                                      values));
+    }
+    return changes;
   }
 
   // ---- Objects ----

@@ -14,6 +14,7 @@
 #include "index/read/checkpoint.h"
 #include "shard/compare_values.h"
 #include "shard/tensor_meta.h"
+#include "shard/value_statistics.h"
 
 // Compares two opened checkpoints, native or foreign, whatever their sharding.
 
@@ -45,6 +46,9 @@ struct Mismatch {
   // Numeric differences, if CompareOptions::values is set and both sides are numeric and of one
   // shape.
   std::optional<ValueMismatch> values;
+  // The change of the values, if CompareOptions::stats is set, both sides have one shape, and both
+  // or neither are complex.
+  std::optional<ValueChange> change;
 };
 
 // Numbers of the keys that match the glob. added + removed + changed is the number of calls of
@@ -60,11 +64,16 @@ struct CompareSummary {
   // Compared by reading data.
   std::uint64_t by_bytes = 0;
   std::uint64_t bytes_read = 0;  // Bytes read of both sides together.
+  // With CompareOptions::stats: the sum of Mismatch::change, and the values of tensors that are
+  // equal.
+  ValueChange change;
+  std::uint64_t unchanged_values = 0;
   bool same() const { return added + removed + changed == 0; }
 };
 
 struct CompareOptions {
   bool values = false;  // Also read tensors that differ, and fill Mismatch::values.
+  bool stats = false;   // Also read tensors that differ, and fill Mismatch::change.
   // Compare only keys that match this glob (fnmatch, '*' crosses '/'). Empty: all.
   std::string keys;
   int threads = 0;  // Number of threads; 0: the number of cores, at most 8.
@@ -73,10 +82,10 @@ struct CompareOptions {
 };
 
 // Calls `each` on this thread for every mismatch: tensors by key, then objects, then common values.
-// Data are read only where a side has no digest (objects: no hash), or if `values` is set. Several
-// threads read blocks in row-major order; every byte that has a hash is verified. Memory is two
-// blocks for each thread, a few thousand keys and the object parts. The first error of a read (with
-// tensor and file), of `each` or of the watch ends the call.
+// Data are read only where a side has no digest (objects: no hash), or if `values` or `stats` is
+// set. Several threads read blocks in row-major order; every byte that has a hash is verified.
+// Memory is two blocks for each thread, a few thousand keys and the object parts. The first error
+// of a read (with tensor and file), of `each` or of the watch ends the call.
 Result<CompareSummary> CompareCheckpoints(const OpenedCheckpoint& first,
                                           const OpenedCheckpoint& second,
                                           const CompareOptions& options,

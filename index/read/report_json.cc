@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// JSON of the results of verify and diff.
+// JSON of the results of verify, diff and stats --full.
 #include "index/read/report_json.h"
 
 #include <algorithm>
@@ -41,6 +41,23 @@ OrderedJson ValuesJson(const ValueMismatch& v, const Dims& shape) {
     json["max_rel_at"] = PositionOf(v.max_rel->at, shape);
   }
   return json;
+}
+
+// `exact`: max_abs is an exact integer.
+OrderedJson ChangeJson(const ValueChange& change, bool exact) {
+  return {{"values", change.count},
+          {"changed", change.changed},
+          {"non_finite", change.non_finite},
+          {"max_abs", exact ? OrderedJson(change.max_abs_integer) : NumberJson(change.max_abs)},
+          {"mean_abs", NumberJson(change.mean_abs())},
+          {"l2_change", NumberJson(change.l2_change())},
+          {"cosine", change.cosine()}};
+}
+
+// An exact integer of 64 bits, which is signed or not.
+OrderedJson IntegerJson(Int128 value) {
+  if (value < 0) return static_cast<std::int64_t>(value);
+  return static_cast<std::uint64_t>(value);
 }
 
 // The JSON for one side of a mismatch. Tensors have metadata; objects have only a size.
@@ -98,13 +115,63 @@ nlohmann::ordered_json MismatchJson(const Mismatch& d) {
   if (!d.reason.empty()) json["reason"] = d.reason;
   if (d.first_element) json["first_at"] = PositionOf(*d.first_element, d.first->shape());
   if (d.values) json["values"] = ValuesJson(*d.values, d.first->shape());
+  if (d.change) {
+    json["stats"] = ChangeJson(*d.change, HasIntegerChange(d.first->dtype(), d.second->dtype()));
+  }
   return json;
 }
 
-nlohmann::ordered_json ComparedJson(const CompareSummary& s) {
-  return {{"same", s.same()},       {"added", s.added},          {"removed", s.removed},
-          {"changed", s.changed},   {"equal", s.equal},          {"by_digest", s.by_digest},
-          {"by_bytes", s.by_bytes}, {"bytes_read", s.bytes_read}};
+nlohmann::ordered_json ComparedJson(const CompareSummary& s, bool stats) {
+  OrderedJson json = {{"same", s.same()},       {"added", s.added},
+                      {"removed", s.removed},   {"changed", s.changed},
+                      {"equal", s.equal},       {"by_digest", s.by_digest},
+                      {"by_bytes", s.by_bytes}, {"bytes_read", s.bytes_read}};
+  if (stats) {
+    json["unchanged_values"] = s.unchanged_values;
+    json["stats"] = ChangeJson(s.change, /*exact=*/false);
+  }
+  return json;
+}
+
+nlohmann::ordered_json StatisticsJson(const TensorEntry& tensor, const TensorStatistics& one,
+                                      bool known) {
+  const TensorMeta& meta = tensor.meta;
+  OrderedJson json = {
+      {"key", meta.key()},
+      {"dtype", InfoOf(meta.dtype()).name},
+      {"shape", std::vector<std::int64_t>(meta.shape().begin(), meta.shape().end())},
+      {"count", one.count},
+      {"zeros", one.zeros},
+      {"subnormals", one.subnormals},
+      {"nan", one.nan},
+      {"posinf", one.posinf},
+      {"neginf", one.neginf}};
+  const bool integers = IsIntegerDType(meta.dtype());
+  if (one.finite() == 0) {
+    for (const char* name : {"min", "max", "absmax", "mean"}) json[name] = nullptr;
+  } else if (integers) {
+    json["min"] = IntegerJson(one.integer_min);
+    json["max"] = IntegerJson(one.integer_max);
+    json["absmax"] = IntegerJson(std::max(-one.integer_min, one.integer_max));
+    json["mean"] = one.mean;
+  } else {
+    json["min"] = one.min;
+    json["max"] = one.max;
+    json["absmax"] = one.absmax();
+    json["mean"] = one.mean;
+  }
+  json["norm"] = NumberJson(one.norm);
+  // A text, because most readers of JSON round integers of more than 53 or 64 bits.
+  if (integers) json["sum"] = DecimalText(one.integer_sum);
+  json["kept"] = known;
+  return json;
+}
+
+nlohmann::ordered_json MeasuredJson(const StatisticsSummary& s) {
+  return {{"tensors", s.tensors},      {"kept", s.known},
+          {"values", s.values},        {"nan", s.nan},
+          {"infinite", s.infinite},    {"norm", NumberJson(s.squares.Root())},
+          {"bytes_read", s.bytes_read}};
 }
 
 }  // namespace tensormount

@@ -6,9 +6,11 @@
 
 #include "index/read/checkpoint.h"
 #include "index/read/compare.h"
+#include "index/read/statistics.h"
 
-// JSON of the results of verify and diff, for the command (--json) and the C interface. docs/cli.md
-// lists the fields; later versions only add fields. Callers include <nlohmann/json.hpp>.
+// JSON of the results of verify, diff and stats --full, for the command (--json) and the C
+// interface. docs/cli.md lists the fields; later versions only add fields. Callers include
+// <nlohmann/json.hpp>.
 
 namespace tensormount {
 
@@ -17,7 +19,12 @@ nlohmann::ordered_json DamageJson(const VerifyReport::Damage& damage);
 nlohmann::ordered_json VerifiedJson(const VerifyReport& report, bool quick);
 
 nlohmann::ordered_json MismatchJson(const Mismatch& mismatch);
-nlohmann::ordered_json ComparedJson(const CompareSummary& summary);
+// `stats`: with the change of all tensors (CompareOptions::stats).
+nlohmann::ordered_json ComparedJson(const CompareSummary& summary, bool stats = false);
+
+nlohmann::ordered_json StatisticsJson(const TensorEntry& tensor, const TensorStatistics& statistics,
+                                      bool known);
+nlohmann::ordered_json MeasuredJson(const StatisticsSummary& summary);
 
 }  // namespace tensormount
 

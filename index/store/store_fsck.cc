@@ -166,7 +166,8 @@ class Checker {
       });
       if (used) continue;
       Note(std::string(store_paths::kDerivedFolder) + "/" + e.name,
-           "the rebuilt index of a checkpoint that is not in this store", "gc removes it");
+           "a rebuilt index, or statistics, of a checkpoint that is not in this store",
+           "gc removes it");
     }
   }
 

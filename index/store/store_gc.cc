@@ -445,7 +445,7 @@ class Collector {
       if (known.contains(e.name)) continue;
       if (Uuid::Parse(e.name)) {
         if (!all_known) {
-          Keep(below, "the index may belong to a checkpoint that cannot be read");
+          Keep(below, "it may belong to a checkpoint that cannot be read");
           continue;
         }
       } else if (KeepIfYoung(below, kMaxGcDepth, options_.grace, "too young to be deleted")) {
