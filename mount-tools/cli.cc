@@ -202,15 +202,34 @@ void AddMountCommands(Program& p) {
   c->add_flag("--lazy", p.unmount.lazy,
               "Detach now; clean up when no process uses the mount any more");
 
-  c = p.Command("stats",
-                "Prints the counters of a mount: bytes, requests, latencies by tier, errors",
-                "tensormount stats /mnt/ckpt --watch 2", p.stats, RunStats);
-  c->add_option("MNT", p.stats.mount_point, "Mount point")->required();
-  c->add_option("--watch", p.stats.watch_seconds,
-                "Print rates at this interval, in seconds, until interrupted")
-      ->check(CLI::Range(0.1, 86400.0));
+  c = p.Command(
+      "stats",
+      "Prints the counters of a mount: bytes, requests, latencies by tier, errors; or with "
+      "--full statistics of tensors: mean, norm, smallest, largest, zeros, NaN",
+      "tensormount stats /mnt/ckpt --watch 2", p.stats, RunStats);
+  c->add_option("MNT|SOURCE", p.stats.source, "Mount point; with --full a source, as for ls")
+      ->required();
+  CLI::Option* const watch =
+      c->add_option("--watch", p.stats.watch_seconds,
+                    "Print rates at this interval, in seconds, until interrupted")
+          ->check(CLI::Range(0.1, 86400.0));
   c->add_option("--rounds", p.stats.rounds, "With --watch: end after this many rounds")
       ->check(CLI::Range(1, 1'000'000));
+  CLI::Option* const full =
+      c->add_flag("--full", p.stats.full,
+                  "Read all values of SOURCE, and print statistics of each tensor")
+          ->excludes(watch);
+  c->add_option("--keys", p.stats.keys,
+                "With --full: only keys that match this glob; '*' also matches '/'")
+      ->needs(full);
+  c->add_option("--sort", p.stats.sort,
+                "With --full: the column to sort by: count, zeros, subnormals, nan, inf, min, max, "
+                "absmax, mean, norm")
+      ->needs(full)
+      ->option_text("COLUMN");
+  c->add_flag("--no-keep", p.stats.no_keep,
+              "With --full: neither use nor store results beside the checkpoint")
+      ->needs(full);
 }
 
 // Adds --liveness and --arrival, in seconds.
@@ -421,7 +440,17 @@ void AddInspectCommands(Program& p) {
       "tensormount diff STORE/step-0 STORE/step-100 --values", p.diff, RunDiff);
   c->add_option("SOURCE1", p.diff.first, kSource)->required();
   c->add_option("SOURCE2", p.diff.second, kSource)->required();
-  c->add_flag("--values", p.diff.values, "Report how many elements differ, and by how much");
+  CLI::Option* const values =
+      c->add_flag("--values", p.diff.values, "Report how many elements differ, and by how much");
+  CLI::Option* const stats =
+      c->add_flag("--stats", p.diff.stats,
+                  "Print a table of how far each tensor changed: share of its values, largest and "
+                  "mean change, relative L2 change, cosine")
+          ->excludes(values);
+  c->add_option("--sort", p.diff.sort,
+                "With --stats: the column to sort by: changed, max, mean, l2, cosine, nonfinite")
+      ->needs(stats)
+      ->option_text("COLUMN");
   c->add_option("--keys", p.diff.keys, "Only keys that match this glob; '*' also matches '/'");
   AddMap(c, p.diff.map);
 
@@ -637,9 +666,9 @@ void AddLifecycle(Program& p) {
 // Adds --root to the commands in kOpening, and --file to all of them except those of stores. The
 // values are members of the terminal.
 void AddRoots(Program& p) {
-  static constexpr const char* kOpening[] = {"mount", "load", "import", "ls",     "info",
-                                             "cat",   "diff", "layout", "export", "verify",
-                                             "adopt", "fsck", "prune",  "log",    "blame"};
+  static constexpr const char* kOpening[] = {"mount", "load",   "import", "ls",     "info",  "cat",
+                                             "diff",  "layout", "export", "verify", "adopt", "fsck",
+                                             "prune", "log",    "blame",  "stats"};
   for (const char* name : kOpening) {
     CLI::App* command = p.app.get_subcommand(name);
     if (command->get_group() == kNotBuiltGroup) continue;
@@ -665,7 +694,7 @@ void AddRoots(Program& p) {
 void AddCache(Program& p) {
   static constexpr const char* kReading[] = {"mount", "load", "import", "ls",     "info",
                                              "cat",   "diff", "layout", "export", "verify",
-                                             "map",   "copy", "repair"};
+                                             "map",   "copy", "repair", "stats"};
   for (const char* name : kReading) {
     CLI::App* command = p.app.get_subcommand(name);
     const std::string what = "Directory that keeps what is read from a URL, for later commands";

@@ -161,8 +161,10 @@ struct DiffArgs {
   std::string second;
   // Whether to count the elements that differ, and report by how much.
   bool values = false;
-  std::string keys;  // Glob of the keys to compare; empty: all.
-  NameMapArgs map;   // Applied to the first source.
+  bool stats = false;  // Whether to report by how much each tensor changed.
+  std::string sort;    // With `stats`: a column of the table; empty: in the order of the keys.
+  std::string keys;    // Glob of the keys to compare; empty: all.
+  NameMapArgs map;     // Applied to the first source.
 };
 // Compares two sources by their digests, or by bytes where a digest is missing. Returns 1 if they
 // differ, and 2 if data of a source are missing, because missing data cannot be compared.
@@ -259,13 +261,18 @@ struct UnmountArgs {
 int RunUnmount(const UnmountArgs& args, Terminal& terminal);
 
 struct StatsArgs {
-  std::string mount_point;
+  std::string source;  // A mount point; with `full` a source.
   // With watch_seconds, text output after the first shows rates instead of totals.
   double watch_seconds = 0;  // Interval between outputs; 0: one output.
   int rounds = 0;            // Number of outputs with watch_seconds; 0: until interrupted.
+  bool full = false;         // Whether to print statistics of the values of tensors.
+  std::string keys;          // Glob of the keys; empty: all.
+  std::string sort;          // A column of the table; empty: in the order of the keys.
+  bool no_keep = false;      // Whether to compute all statistics anew and store none.
 };
 // Prints the counters of a mount from MNT/.tensormount/stats. A mount that does not answer within 5
-// seconds is an error.
+// seconds is an error. With `full`, prints statistics of the values of a source, which are kept
+// beside a checkpoint of a store (index/store/kept_statistics.h).
 int RunStats(const StatsArgs& args, Terminal& terminal);
 
 // `dry_run`: whether to check the names and remove nothing.

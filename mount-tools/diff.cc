@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount diff` (commands.h): compares two sources (index/read/compare.h), as text or JSON.
 // Each mismatch is printed when it is found, so a diff of large checkpoints shows its first lines
-// early and takes little memory. The summary comes last.
+// early and takes little memory. The summary comes last. With --sort the rows of --stats are
+// printed after all other mismatches.
+#include <algorithm>
 #include <optional>
+#include <span>
+#include <vector>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
@@ -11,10 +15,21 @@
 #include "index/read/compare.h"
 #include "index/read/report_json.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/sort_column.h"
 #include "mount-tools/source.h"
 
 namespace tensormount::tools {
 namespace {
+
+// The columns of --stats that rows can be sorted by, the largest change first.
+constexpr SortColumn<ValueChange> kChangeColumns[] = {
+    {"changed", [](const ValueChange& c) { return c.changed_share(); }},
+    {"max", [](const ValueChange& c) { return c.max_abs; }},
+    {"mean", [](const ValueChange& c) { return c.mean_abs(); }},
+    {"l2", [](const ValueChange& c) { return c.l2_change(); }},
+    {"cosine", [](const ValueChange& c) { return c.cosine(); }, Direction::kSmallestFirst},
+    {"nonfinite", [](const ValueChange& c) { return static_cast<double>(c.non_finite); }},
+};
 
 std::string TensorTypeText(const TensorMeta& meta) {
   return fmt::format("{} {}", InfoOf(meta.dtype()).name, meta.shape().ToString());
@@ -102,13 +117,78 @@ void PrintText(const Mismatch& d, Terminal& terminal) {
   terminal.Line(fmt::format("{} {}", mark.sign, text), mark.colour);
 }
 
-void PrintSummary(const CompareSummary& s, Terminal& terminal) {
+// 57 columns before the name.
+constexpr const char* kChangeRow = "{:>8} {:>9} {:>9} {:>9} {:>10} {:>7}";
+
+std::string ChangeText(const ValueChange& c) {
+  return fmt::format(kChangeRow, fmt::format("{:.3g}%", 100 * c.changed_share()),
+                     fmt::format("{:.3g}", c.max_abs), fmt::format("{:.3g}", c.mean_abs()),
+                     fmt::format("{:.3g}", c.l2_change()), fmt::format("{:.7f}", c.cosine()),
+                     c.non_finite);
+}
+
+// Prints mismatches when they are found. Rows of --stats form a table, and wait for their order.
+class DiffPrinter {
+ public:
+  DiffPrinter(const SortColumn<ValueChange>* sort, Terminal& terminal)
+      : sort_(sort), terminal_(terminal) {}
+
+  void Print(const Mismatch& d) {
+    if (d.change && sort_ != nullptr) {
+      rows_.push_back(d);
+    } else {
+      PrintNow(d);
+    }
+  }
+  void PrintRows() {
+    SortRows(rows_, sort_, [](const Mismatch& d) -> const ValueChange& { return *d.change; });
+    for (const Mismatch& d : rows_) PrintNow(d);
+  }
+
+ private:
+  void PrintNow(const Mismatch& d) {
+    if (terminal_.json) return terminal_.Json(MismatchJson(d));
+    if (!d.change) return PrintText(d, terminal_);
+    if (!header_ && !terminal_.quiet) {
+      terminal_.Line("  " +
+                     fmt::format(kChangeRow, "CHANGED", "MAX", "MEAN", "L2", "COSINE", "NONFIN") +
+                     "  NAME");
+    }
+    header_ = true;
+    const Mark mark = DiffMarkOf(d.kind);
+    const std::string row = fmt::format("{} {}  ", mark.sign, ChangeText(*d.change));
+    const bool other_type = d.first->dtype() != d.second->dtype();
+    terminal_.Line(
+        row + terminal_.LastName(d.key, row.size()) + (other_type ? " (" + d.reason + ")" : ""),
+        mark.colour);
+  }
+
+  const SortColumn<ValueChange>* const sort_;
+  Terminal& terminal_;
+  std::vector<Mismatch> rows_;
+  bool header_ = false;
+};
+
+// The change of the whole model, of which unchanged tensors are not read.
+void PrintModelChange(const CompareSummary& s, Terminal& terminal) {
+  const ValueChange& c = s.change;
+  const std::uint64_t all = c.count + s.unchanged_values;
+  terminal.Line(fmt::format(
+      "{} of {} values changed ({:.3g}%); in the tensors that differ: max {:.6g}, mean {:.6g}, "
+      "L2 change {:.6g}, cosine {:.9f}, {} not finite",
+      c.changed, all,
+      all == 0 ? 0.0 : 100 * static_cast<double>(c.changed) / static_cast<double>(all), c.max_abs,
+      c.mean_abs(), c.l2_change(), c.cosine(), c.non_finite));
+}
+
+void PrintSummary(const CompareSummary& s, bool stats, Terminal& terminal) {
   if (terminal.json) {
     nlohmann::ordered_json json = {{"event", "compared"}};
-    json.update(ComparedJson(s));
+    json.update(ComparedJson(s, stats));
     terminal.Json(json);
     return;
   }
+  if (stats) PrintModelChange(s, terminal);
   if (terminal.quiet) return;
   std::string text = s.same() ? fmt::format("no difference: {} equal", s.equal)
                               : fmt::format("{} added, {} removed, {} changed, {} equal", s.added,
@@ -121,6 +201,9 @@ void PrintSummary(const CompareSummary& s, Terminal& terminal) {
 }  // namespace
 
 int RunDiff(const DiffArgs& args, Terminal& terminal) {
+  const auto sort = FindSortColumn<ValueChange>(kChangeColumns, args.sort);
+  if (!sort.ok()) return terminal.Fail(sort.status());
+  DiffPrinter printer(sort.value(), terminal);
   // --map is applied to the first source, so that a checkpoint can be compared with an import that
   // renamed its tensors.
   const auto names = ReadNameMap(args.map);
@@ -136,13 +219,14 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
     Progress progress(terminal, "diff");
     CompareOptions options;
     options.values = args.values;
+    options.stats = args.stats;
     options.keys = args.keys;
     options.watch = [&](std::uint64_t done, std::uint64_t total) {
       progress.Set(done, total);
       return Status();
     };
     return CompareCheckpoints(*first.value(), *second.value(), options, [&](const Mismatch& d) {
-      terminal.json ? terminal.Json(MismatchJson(d)) : PrintText(d, terminal);
+      printer.Print(d);
       return Status();
     });
   }();
@@ -154,7 +238,8 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
     return terminal.Fail(
         Status(Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)));
   }
-  PrintSummary(summary.value(), terminal);
+  printer.PrintRows();
+  PrintSummary(summary.value(), args.stats, terminal);
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
   // Missing data could not be compared, so the command fails even if no difference was found.

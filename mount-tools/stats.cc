@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount stats` (commands.h): the counters of a mount, from its file MNT/.tensormount/stats
 // in JSON. --json prints all fields; text shows the most useful ones. Missing fields (of another
-// version) count as 0.
+// version) count as 0. With --full: statistics of tensors (index/read/statistics.h).
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -10,13 +11,19 @@
 #include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <vector>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
 #include "fs/mount/mount_session.h"
+#include "index/read/report_json.h"
+#include "index/read/statistics.h"
+#include "index/store/kept_statistics.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/sort_column.h"
+#include "mount-tools/source.h"
 
 namespace tensormount::tools {
 namespace {
@@ -99,7 +106,10 @@ Result<std::string> ReadControl(const std::string& path) {
 Result<Json> ReadMountStats(const std::string& mount_point) {
   // Without this check a directory that is not a mount point would give the error "no such file".
   if (!fs::IsMountPoint(mount_point)) {
-    return Status(Code::kInvalidArgument, fmt::format("{}: nothing is mounted here", mount_point));
+    return Status(Code::kInvalidArgument,
+                  fmt::format("{}: nothing is mounted here (for statistics of the tensors of a "
+                              "checkpoint, add --full)",
+                              mount_point));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
                                ReadControl(mount_point + "/.tensormount/stats"));
@@ -177,13 +187,146 @@ void PrintStats(const Json& stats, Terminal& terminal) {
   }
 }
 
+// The columns of --full that rows can be sorted by.
+constexpr SortColumn<TensorStatistics> kStatisticsColumns[] = {
+    {"count", [](const TensorStatistics& t) { return static_cast<double>(t.count); }},
+    {"zeros", [](const TensorStatistics& t) { return static_cast<double>(t.zeros); }},
+    {"subnormals", [](const TensorStatistics& t) { return static_cast<double>(t.subnormals); }},
+    {"nan", [](const TensorStatistics& t) { return static_cast<double>(t.nan); }},
+    {"inf", [](const TensorStatistics& t) { return static_cast<double>(t.posinf + t.neginf); }},
+    {"min", [](const TensorStatistics& t) { return t.min; }, Direction::kSmallestFirst},
+    {"max", [](const TensorStatistics& t) { return t.max; }},
+    {"absmax", [](const TensorStatistics& t) { return t.absmax(); }},
+    {"mean", [](const TensorStatistics& t) { return t.mean; }},
+    {"norm", [](const TensorStatistics& t) { return t.norm; }},
+};
+
+// 61 columns before the name.
+constexpr const char* kStatisticsRow = "{:>9} {:>9} {:>9} {:>9} {:>9} {:>9}  ";
+
+// An integer in full if it fits its column.
+std::string ExtremeText(double value, Int128 integer, bool integers) {
+  const std::string text = integers ? DecimalText(integer) : std::string();
+  return integers && text.size() <= 9 ? text : fmt::format("{:.3g}", value);
+}
+
+struct StatisticsLine {
+  TensorEntry tensor;
+  TensorStatistics statistics;
+  bool kept = false;
+};
+
+void PrintLine(const StatisticsLine& line, Terminal& terminal) {
+  const TensorStatistics& s = line.statistics;
+  if (terminal.json) return terminal.Json(StatisticsJson(line.tensor, s, line.kept));
+  const bool integers = IsIntegerDType(line.tensor.meta.dtype());
+  const bool any = s.finite() > 0;
+  const std::string row = fmt::format(kStatisticsRow, s.count - s.finite(), s.zeros,
+                                      any ? ExtremeText(s.min, s.integer_min, integers) : "-",
+                                      any ? ExtremeText(s.max, s.integer_max, integers) : "-",
+                                      any ? fmt::format("{:.3g}", s.mean) : "-",
+                                      any ? fmt::format("{:.3g}", s.norm) : "-");
+  terminal.Line(row + terminal.LastName(line.tensor.meta.key(), row.size()));
+}
+
+void PrintMeasured(const StatisticsSummary& s, Terminal& terminal) {
+  if (terminal.json) {
+    nlohmann::ordered_json json = {{"event", "measured"}};
+    json.update(MeasuredJson(s));
+    return terminal.Json(json);
+  }
+  if (terminal.quiet) return;
+  std::string text =
+      fmt::format("{}, {}: {} NaN, {} infinite, norm {:.6g}", Counted(s.tensors, "tensor"),
+                  Counted(s.values, "value"), s.nan, s.infinite, s.squares.Root());
+  if (s.known > 0) text += fmt::format("; {} kept from an earlier call", s.known);
+  if (s.bytes_read > 0) text += fmt::format("; {} read", HumanBytes(s.bytes_read));
+  terminal.Line(text);
+}
+
+// What earlier calls kept. A damaged file is reported and replaced.
+KeptStatistics ReadKept(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
+  Result<KeptStatistics> kept = KeptStatistics::Read(checkpoint);
+  if (kept.ok()) return std::move(kept.value());
+  if (kept.status().code() != Code::kNotFound) {
+    terminal.Warn(kept.status().message() + "; the statistics are computed again");
+  }
+  const CommitRecord& commit = checkpoint.commit()->record;
+  return KeptStatistics(commit.uuid, commit.content_root);
+}
+
+int RunFullStats(const StatsArgs& args, Terminal& terminal) {
+  const auto sort = FindSortColumn<TensorStatistics>(kStatisticsColumns, args.sort);
+  if (!sort.ok()) return terminal.Fail(sort.status());
+  const auto opened = OpenSource(args.source, terminal);
+  if (!opened.ok()) return terminal.Fail(opened.status());
+  const OpenedCheckpoint& checkpoint = *opened.value();
+  const Status can_keep =
+      args.no_keep ? Status(Code::kCancelled, "--no-keep") : KeptStatistics::CanKeep(checkpoint);
+  std::optional<KeptStatistics> kept;
+  if (can_keep.ok()) kept = ReadKept(checkpoint, terminal);
+  if (!terminal.json && !terminal.quiet) {
+    terminal.Line(fmt::format(kStatisticsRow, "NONFINITE", "ZEROS", "MIN", "MAX", "MEAN", "NORM") +
+                  "NAME");
+  }
+  std::vector<StatisticsLine> lines;
+  bool any_new = false;
+  const Result<StatisticsSummary> summary = [&] {
+    Progress progress(terminal, "stats");
+    StatisticsOptions options;
+    options.keys = args.keys;
+    options.watch = [&](std::uint64_t done, std::uint64_t total) {
+      progress.Set(done, total);
+      return Status();
+    };
+    if (kept) options.known = [&](const TensorEntry& tensor) { return kept->Find(tensor); };
+    return MeasureTensors(
+        checkpoint, options,
+        [&](const TensorEntry& tensor, const TensorStatistics& statistics, bool is_known) {
+          StatisticsLine line{tensor, statistics, is_known};
+          if (kept && !is_known) kept->Put(tensor, statistics);
+          any_new |= !is_known && tensor.has_digest;
+          if (sort.value() == nullptr) {
+            PrintLine(line, terminal);
+          } else {
+            lines.push_back(std::move(line));
+          }
+          return Status();
+        });
+  }();
+  // After a failure, too: the next call then goes on from here.
+  if (kept && any_new) {
+    const Status written = kept->Write(checkpoint);
+    const std::string text = "the statistics are not kept: " + written.ToString();
+    // Usual for readers of a store of somebody else.
+    const bool refused =
+        written.code() == Code::kPermissionDenied || written.code() == Code::kReadOnly;
+    if (!written.ok()) refused ? terminal.Note(text) : terminal.Warn(text);
+  }
+  if (!summary.ok()) return terminal.Fail(summary.status());
+  if (!args.keys.empty() && summary.value().tensors == 0) {
+    return terminal.Fail(
+        Status(Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)));
+  }
+  SortRows(lines, sort.value(),
+           [](const StatisticsLine& l) -> const TensorStatistics& { return l.statistics; });
+  for (const StatisticsLine& line : lines) PrintLine(line, terminal);
+  PrintMeasured(summary.value(), terminal);
+  if (!can_keep.ok()) terminal.Note("the statistics are not kept: " + can_keep.message());
+  const int flushed = terminal.Flush();
+  if (flushed != kDone) return flushed;
+  const Status whole = CheckSourceComplete(checkpoint, args.keys);
+  return whole.ok() ? kDone : terminal.Fail(whole);
+}
+
 }  // namespace
 
 int RunStats(const StatsArgs& args, Terminal& terminal) {
+  if (args.full) return RunFullStats(args, terminal);
   std::optional<Json> before;
   Clock::time_point last;
   for (int round = 0;; ++round) {
-    auto stats = ReadMountStats(args.mount_point);
+    auto stats = ReadMountStats(args.source);
     if (!stats.ok()) {
       const bool dead = stats.status().ToErrno() == ENOTCONN;
       return terminal.Fail(stats.status(),
