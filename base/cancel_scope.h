@@ -17,6 +17,12 @@ class CancelScope {
   CancelScope& operator=(const CancelScope&) = delete;
 
   static bool IsCancelled() { return current_ != nullptr && current_->load(); }
+  // The flag of this thread, for a thread that works for it and ends before the scope does. May be
+  // null.
+  static const std::atomic<bool>* Current() { return current_; }
+  // Sets the flag of a thread that has no scope; null: none. For callers that cannot hold an object
+  // (tm_task_watch_thread). Scopes that are made later end before it counts again.
+  static void SetForThread(const std::atomic<bool>* flag) { current_ = flag; }
 
  private:
   static inline thread_local const std::atomic<bool>* current_ = nullptr;

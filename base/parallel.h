@@ -14,6 +14,7 @@
 
 #include "tensormount/status.h"
 
+#include "base/cancel_scope.h"
 #include "base/thread.h"
 
 namespace tensormount {
@@ -36,6 +37,8 @@ inline unsigned HostCores() {
 //     return Check(files[i], buffer.bytes);
 //   });
 //
+// A CancelScope of the caller holds on all threads.
+//
 // For steps of a millisecond or more: each call starts its threads, without a pool, because the
 // callers (verify, adopt, large reads) are rare. fn runs on several threads, so it must lock shared
 // data; writing to element i of a vector of fixed size needs no lock.
@@ -50,7 +53,8 @@ Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
     if (failure.ok()) failure = std::move(status);
   };
   // Exceptions must not leave a thread; allocating a State may throw.
-  const auto work = [&] {
+  const auto work = [&, cancel = CancelScope::Current()] {
+    const CancelScope scope(cancel);
     try {
       State state;
       for (std::size_t i = next++; i < count; i = next++) {

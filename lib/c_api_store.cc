@@ -12,6 +12,7 @@
 #include "tensormount/store_copy.h"
 #include "tensormount/store_repair.h"
 
+#include "base/cancel_scope.h"
 #include "base/file_system.h"
 #include "base/file_system_for.h"
 #include "index/foreign/adopt.h"
@@ -69,6 +70,10 @@ tm_status tm_task_new(tm_task** out) {
 
 void tm_task_cancel(tm_task* task) {
   if (task != nullptr) task->cancel = true;
+}
+
+void tm_task_watch_thread(tm_task* task) {
+  tensormount::CancelScope::SetForThread(task == nullptr ? nullptr : &task->cancel);
 }
 
 void tm_task_progress(const tm_task* task, uint64_t* done, uint64_t* total) {

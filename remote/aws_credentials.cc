@@ -364,6 +364,8 @@ Result<AwsCredentials> AwsCredentialChain::Current() {
     if (const auto found = known(false)) return *found;
   }
   Result<Found> found = Find();
+  // The end of one caller is no failure of the source.
+  if (found.status().code() == Code::kCancelled) return found.status();
   const std::lock_guard lock(mutex_);
   const std::time_t now = std::time(nullptr);
   if (!found.ok()) {

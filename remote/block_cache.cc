@@ -9,6 +9,7 @@
 #include <iterator>
 #include <optional>
 
+#include "base/cancel_scope.h"
 #include "base/per_process.h"
 
 namespace tensormount {
@@ -170,7 +171,7 @@ Status BlockCache::Start(const std::shared_ptr<const RemoteObject>& object, Byte
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::After(HttpClient::Patience());
   const std::uint64_t most = std::min(range.size(), kMostBytes / 2);
-  while (wait && !MakeRoom(most) && !deadline.Passed()) {
+  while (wait && !MakeRoom(most) && !deadline.Passed() && !CancelScope::IsCancelled()) {
     changed_.wait_for(lock, std::chrono::milliseconds(20));
   }
   return StartLocked(object, range, false, nullptr);

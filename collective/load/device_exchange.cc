@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/cancel_scope.h"
 #include "base/coding.h"
 #include "base/parallel.h"
 #include "base/thread.h"
@@ -222,7 +223,8 @@ class WindowStream final : public LocalWork {
   Result<bool> TryStep() {
     if (!thread_.joinable() && !stop_) {
       TENSORMOUNT_ASSIGN_OR_RETURN(queue_, MakeFencedQueue(*path_.device(), rules_.devices));
-      thread_ = Thread([this] {
+      thread_ = Thread([this, cancel = CancelScope::Current()] {
+        const CancelScope scope(cancel);
         const Status status = Guarded([this] { return ReadAll(); });
         std::lock_guard lock(mutex_);
         read_status_ = status;

@@ -16,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "base/cancel_scope.h"
 #include "base/log.h"
 #include "base/thread.h"
 #include "collective/comm/collective_frame.h"
@@ -184,7 +185,8 @@ class UnitStream final : public LocalWork {
   // ---- The caller's thread ----
 
   void StartReading() {
-    thread_ = Thread([this] {
+    thread_ = Thread([this, cancel = CancelScope::Current()] {
+      const CancelScope scope(cancel);
       const Status status = Guarded([this] { return ReadAll(); });
       std::lock_guard lock(mutex_);
       read_status_ = status;

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/cancel_scope.h"
 #include "base/coding.h"
 #include "base/file_system.h"
 #include "base/hash.h"
@@ -104,6 +105,7 @@ class LoadJob {
   const std::shared_ptr<const DeviceFences>& fences() const { return fences_; }
 
   Result<LoadReport> Run() {
+    const CancelScope scope(control_.cancel != nullptr ? control_.cancel : CancelScope::Current());
     // Fences are taken first, because work that the caller submits to its streams later may use the
     // tensors. A failure is reported when the ranks meet.
     fences_ = control_.fences;

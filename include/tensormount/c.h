@@ -947,6 +947,10 @@ typedef struct tm_task tm_task;
 TM_EXPORT tm_status tm_task_new(tm_task** out);
 // Makes the task's call end with TM_CANCELLED at its next block, unless it ends by itself before.
 TM_EXPORT void tm_task_cancel(tm_task* task);
+// From now on, calls of this thread that wait for a server (sources behind URLs) end with
+// TM_CANCELLED within 0.1 s once `task` is cancelled, also those without a parameter for it, such
+// as tm_checkpoint_read. NULL ends that. The task must live until then.
+TM_EXPORT void tm_task_watch_thread(tm_task* task);
 // Bytes done so far, and bytes in all; 0 while unknown. Either pointer may be NULL.
 TM_EXPORT void tm_task_progress(const tm_task* task, uint64_t* done, uint64_t* total);
 TM_EXPORT void tm_task_free(tm_task* task);

@@ -11,6 +11,7 @@
 #include <set>
 #include <utility>
 
+#include "base/cancel_scope.h"
 #include "base/checked.h"
 #include "base/fetch_pages.h"
 #include "index/read/file_cache.h"
@@ -181,7 +182,10 @@ bool Prefetcher::Ends() const {
 // Called with mutex_ locked. Without another thread the others do the work.
 void Prefetcher::StartThread() {
   try {
-    threads_.emplace_back([this] { Work(); });
+    threads_.emplace_back([this, cancel = CancelScope::Current()] {
+      const CancelScope scope(cancel);
+      Work();
+    });
   } catch (const std::exception&) {
   }
 }

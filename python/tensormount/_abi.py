@@ -61,6 +61,15 @@ def library() -> Any:
     return _open()
 
 
+def library_for(path: bytes) -> Any:
+    """The library for calls that read `path`. For URLs its calls can be interrupted (`_tasks.RemoteLibrary`)."""
+    if b"://" not in path:
+        return library()
+    from tensormount._tasks import remote_library
+
+    return remote_library
+
+
 def _offer_libcurl() -> None:
     """Names the libcurl that pycurl's wheel contains (the extra "remote"), for systems that have none."""
     folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "pycurl.libs")
@@ -198,11 +207,8 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
         PeerLost,
     )
 
-    lib = library()
-    message = lib.tm_last_error().decode("utf-8", "surrogateescape")
-    fields: dict[str, Any] = {"errno": lib.tm_last_errno(), "key": key}
-    fields.update(_fields(lib))
-    message = fields.pop("message", message)
+    fields = {"key": key, **(status.fields if isinstance(status, FailedStatus) else last_error())}
+    message = fields.pop("message")
     kind = CLASSES[status] if 0 < status < len(CLASSES) else InternalError
     if kind is NotFoundError:
         # An error about a key means that the checkpoint itself exists.
@@ -213,6 +219,19 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
     if fields.get("cause") == NOT_FINITE:
         raise NonfiniteError(message, **fields)
     raise (kinds or {}).get(status, kind)(message, **fields)
+
+
+class FailedStatus(int):
+    """The status of a call that another thread made, with what that thread's tm_last_error said."""
+
+    fields: dict[str, Any]
+
+
+def last_error() -> dict[str, Any]:
+    """The error of the last call of the library on this thread, as arguments of Error."""
+    lib = library()
+    message = lib.tm_last_error().decode("utf-8", "surrogateescape")
+    return {"message": message, "errno": lib.tm_last_errno(), **_fields(lib)}
 
 
 def _fields(lib: Any) -> dict[str, Any]:

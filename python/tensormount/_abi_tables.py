@@ -765,6 +765,7 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "tm_load_report_local": (c_int32, [c_void_p, c_char_p, c_void_p, c_void_p]),
     "tm_task_new": (c_int32, [c_void_p]),
     "tm_task_cancel": (None, [c_void_p]),
+    "tm_task_watch_thread": (None, [c_void_p]),
     "tm_task_progress": (None, [c_void_p, c_void_p, c_void_p]),
     "tm_task_free": (None, [c_void_p]),
     "tm_validate": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),

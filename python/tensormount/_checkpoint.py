@@ -71,7 +71,7 @@ def open(
 
     path      a checkpoint ("STORE/step-1000"), the newest checkpoint of a store ("STORE/latest"), or the
               file or directory that another program saved, which is read in place
-              (docs/formats-adopted.md). A store or a training directory opens its latest checkpoint;
+              (docs/formats-adopted.md); or the URL of one of these (docs/remote.md). A store or a training directory opens its latest checkpoint;
               `warnings` says which one.
     roots     directories that links out of a foreign directory may lead into, and that may contain data of
               checkpoints which another user adopted.
@@ -84,8 +84,8 @@ def open(
     config    with as_: the model's config.json, as a dict, or the directory that has it.
 
     Raises CheckpointNotFoundError (a FileNotFoundError), DataLossError, PermissionDeniedError;
-    UnsupportedError for a newer or unknown format, a URL, or a path that begins with "~/" (only shells
-    expand it).
+    UnsupportedError for a newer or unknown format, a URL of another kind, or a path that begins with "~/" (only
+    shells expand it).
 
         >>> import tensormount as tm
         >>> checkpoint = tm.open("STORE/step-1")
@@ -120,7 +120,7 @@ class Checkpoint:
         shown = os.fsdecode(given)
         if b"\0" in given:
             raise InvalidArgumentError(f"{shown!r}: a path must not contain NUL")
-        lib = _abi.library()
+        lib = _abi.library_for(given)
         out = ctypes.c_void_p()
         if self._roots or self._names:
             array = (ctypes.c_char_p * len(self._roots))(*map(os.fsencode, self._roots))
@@ -319,7 +319,10 @@ class Checkpoint:
             return {name: tensor[index] for name, tensor, index in jobs}
         from concurrent.futures import ThreadPoolExecutor
 
-        with ThreadPoolExecutor(min(most, len(jobs))) as pool:
+        from tensormount._tasks import Task
+
+        task = Task()  # Its threads end before it.
+        with ThreadPoolExecutor(min(most, len(jobs)), initializer=task.watch_thread) as pool:
             begun: list[Any] = []
             try:
                 for _, tensor, i in jobs:
@@ -332,6 +335,7 @@ class Checkpoint:
                 return {name: array for (name, _, _), array in zip(jobs, read)}
             except BaseException:
                 stop.append(True)
+                task.cancel()
                 for job in begun:
                     job.cancel()
                 raise
@@ -559,7 +563,7 @@ class Tensor:
 
     DataLossError: stored bytes are missing or fail their checksum. The tensor keeps the checkpoint open
     unless that is closed; any number of threads may read. A read of more than 128 MiB is made in parts of
-    that size, and Ctrl-C ends it between two parts.
+    that size, and Ctrl-C ends it between two parts; from a server at once.
     """
 
     __slots__ = (

@@ -49,7 +49,7 @@ class Files:
         hf_part_size: Optional[int] = None,
         hf_rules: Optional[Sequence[Mapping[str, str]]] = None,
     ) -> None:
-        self._lib = _abi.library()
+        self._lib = checkpoint._lib
         options = _abi.FilesOptions(struct_size=ctypes.sizeof(_abi.FilesOptions))
         options.key_map = rules_text(key_map)
         options.hf_part_bytes = hf_part_size or 0

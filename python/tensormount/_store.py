@@ -124,7 +124,8 @@ class Store:
         PermissionDeniedError: it is pinned. `force` removes it anyway.
         """
         given = _abi.RemoveOptions(struct_size=ctypes.sizeof(_abi.RemoveOptions), force=int(force))
-        status = _abi.library().tm_store_remove_with(self._path_of(name), ctypes.addressof(given))
+        path = self._path_of(name)
+        status = _abi.library_for(path).tm_store_remove_with(path, ctypes.addressof(given))
         if status:
             _abi.fail(status, {_abi.TM_NOT_FOUND: CheckpointNotFoundError})
 
@@ -257,12 +258,13 @@ class Follow:
         if timeout is not None and _number("timeout", timeout, "a number of seconds, or None") < 0:
             raise InvalidArgumentError(f"timeout={timeout!r}: must be a number of seconds, or None")
         self._path = os.fspath(path)
+        self._lib = _abi.library_for(path_bytes(path))
         self._timeout = timeout
         # Held during each call of the library, so that close() of another thread does not free the watch under it.
         # Reentrant, because a signal handler may close what it interrupts.
         self._lock = RLock()
         out = ctypes.c_void_p()
-        status = _abi.library().tm_store_watch(
+        status = self._lib.tm_store_watch(
             path_bytes(path), ctypes.addressof(given), ctypes.addressof(out)
         )
         if status:
@@ -296,7 +298,7 @@ class Follow:
                 if self._address is None:
                     raise StopIteration
                 found = _abi.get_optional_text(
-                    _abi.library().tm_watch_next, self._address, int(left * 1000)
+                    self._lib.tm_watch_next, self._address, int(left * 1000)
                 )
             if found is not None:
                 step: dict[str, Any] = json.loads(found)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Optional
 
 from tensormount import _abi
@@ -55,6 +58,14 @@ class Task:
     def cancel(self) -> None:
         self._lib.tm_task_cancel(self.address)
 
+    def watch_thread(self) -> None:
+        """Cancelling the task ends waits for servers in all later calls of this thread. For threads of the package,
+        which keep the task."""
+        self._lib.tm_task_watch_thread(self.address)
+
+    def unwatch_thread(self) -> None:
+        self._lib.tm_task_watch_thread(None)
+
     def progress(self) -> tuple[int, int]:
         """The bytes done, and the bytes in all."""
         done, total = ctypes.c_uint64(), ctypes.c_uint64()
@@ -79,7 +90,8 @@ def run_in_background(
     own: Optional[BaseException] = None,
 ) -> Any:
     """Runs `call(address of a task)` on a thread and returns its result. Ctrl-C ends the wait at once and cancels
-    the task; a call that uses the task ends at its next block, another one goes on.
+    the task: a call that uses the task ends at its next block, one that waits for a server ends there, and another
+    one goes on.
 
     `handle`: the use of the group that the call works with. The thread has another one until it ends, and close()
     of the group waits for it. `own`: the error of this rank's arguments, raised here after the call, which still
@@ -101,10 +113,12 @@ def run_in_background(
         if not claim.acquire(blocking=False):
             return
         try:
+            task.watch_thread()
             result.append((call(task.address), None))
         except Exception as error:
             result.append((None, error))
         finally:
+            task.unwatch_thread()
             if mine is not None:
                 mine.release()
                 mine.working.discard(over)
@@ -143,12 +157,130 @@ def run_in_background(
     return value
 
 
+class _Call:
+    """A call of the library for another thread to make. It is made by the thread that acquires `claim`."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.status: int = 0
+        self.failure: Optional[BaseException] = None
+        self.claim = threading.Lock()
+        self.over = OneTimeEvent()
+
+    def run(self) -> None:
+        try:
+            status: int = self.function(*self.arguments)
+            if status:
+                failed = _abi.FailedStatus(status)
+                failed.fields = _abi.last_error()
+                self.status = failed
+        except BaseException as error:  # Of ctypes: an argument of a wrong type.
+            self.failure = error
+        finally:
+            self.over.set()
+
+    def await_end(self) -> None:
+        """For a call that was cancelled. A second Ctrl-C does not end the wait: the call still uses memory."""
+        while True:
+            try:
+                while not self.over.wait(_SLICE):
+                    pass
+                return
+            except BaseException:
+                continue  # The exception that began this wait is raised after it.
+
+
+class _Helper:
+    """A thread that makes calls until one of them is cancelled. Starting one costs ten times as much as a call."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.task = Task()
+        self._calls: SimpleQueue[Optional[_Call]] = SimpleQueue()
+        _thread.start_new_thread(self._run, ())
+
+    def put(self, call: _Call) -> None:
+        self._calls.put(call)
+
+    def cancel(self) -> None:
+        self.task.cancel()
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        block_signals()
+        self.task.watch_thread()
+        while True:
+            call = self._calls.get()
+            if call is None:
+                return
+            if call.claim.acquire(blocking=False):
+                call.run()
+
+
+class RemoteLibrary:
+    """The C library for sources behind URLs. Python runs signal handlers on the main thread, and not while that is in
+    a call of the library, which may wait for a server for minutes. So calls of the main thread that have a status are
+    made by another thread. Ctrl-C ends their waits for servers, and returns when the call has ended."""
+
+    def __init__(self) -> None:
+        # Changed by single atomic operations only: a signal handler may make a call during another one.
+        self._idle: list[_Helper] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(_abi.library(), name)
+        if function.restype is not ctypes.c_int32:
+            return function
+
+        def call(*arguments: Any) -> int:
+            if threading.get_ident() == threading.main_thread().ident:
+                return self._call(function, arguments)
+            status: int = function(*arguments)
+            return status
+
+        setattr(self, name, call)
+        return call
+
+    def _helper(self) -> _Helper:
+        while True:
+            try:
+                found = self._idle.pop()
+            except IndexError:
+                return _Helper()
+            if found.process == os.getpid():  # A forked child does not have the thread.
+                return found
+
+    def _call(self, function: Any, arguments: tuple[Any, ...]) -> int:
+        try:
+            helper = self._helper()
+        except RuntimeError:  # No thread can be started (limit, or end of the interpreter).
+            status: int = function(*arguments)
+            return status
+        made = _Call(function, arguments)
+        try:
+            helper.put(made)
+            while not made.over.wait(_SLICE):
+                pass
+        except BaseException:
+            helper.cancel()
+            if not made.claim.acquire(blocking=False):
+                made.await_end()
+            raise
+        self._idle.append(helper)
+        if made.failure is not None:
+            raise made.failure
+        return made.status
+
+
+remote_library = RemoteLibrary()
+
+
 def read_json(function: str, *arguments: Any, kinds: Optional[dict[int, Any]] = None) -> Any:
     """Calls a function of the library that returns JSON. `kinds`: as for `_abi.fail`."""
     import json
 
     narrower = {_abi.TM_NOT_FOUND: CheckpointNotFoundError, **(kinds or {})}
-    return json.loads(_abi.get_text(getattr(_abi.library(), function), *arguments, kinds=narrower))
+    path = arguments[0] if arguments and isinstance(arguments[0], bytes) else b""
+    return json.loads(_abi.get_text(getattr(_abi.library_for(path), function), *arguments, kinds=narrower))
 
 
 def call_with_progress(

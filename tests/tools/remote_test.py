@@ -5,8 +5,10 @@ import concurrent.futures
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import harness
@@ -382,6 +384,68 @@ for line in sys.stdin:  # All that are sent at a time have arrived.
             out, _ = child.communicate("go\n", timeout=15)
         self.assertEqual(out, "(64, 48) 0\n")
         self.assertEqual(len(hangs.requests), 32)
+
+    def test_signals_end_reads_of_a_server_that_hangs(self):
+        """At once, and nobody writes to the memory of the read afterwards."""
+        if not LIBRARY.exists():
+            self.skipTest(f"{LIBRARY} was not built")
+        script = """
+import os, sys, numpy, tensormount as tm
+url, s3 = sys.argv[1:]
+opened = tm.open(f"{url}/BIG/step-1")
+into = numpy.full((6144, 1024), 7, "f4")
+calls = {
+    "open": lambda: tm.open(f"{url}/m.safetensors"),
+    "read": lambda: opened["w"][...],
+    "read into": lambda: opened["w"].read(out=into),
+    "bytes": lambda: opened["v"].read_bytes(100, 5000),
+    "many": lambda: opened.read_many(["v", "z"]),
+    "load": lambda: tm.load({"w": numpy.zeros((6144, 1024), "f4")}, f"{url}/BIG/step-1"),
+    "list": lambda: tm.Store(s3).list(),
+}
+for name, call in calls.items():
+    print(name, flush=True)
+    try:
+        call()
+        print("returned")
+    except KeyboardInterrupt:
+        pass
+print("ended", flush=True)
+sys.stdin.readline()  # The server answers now.
+print((into == 7).all(), opened["w"][0, :2].shape, (into == 7).all())
+"""
+        gate = threading.Event()
+        self.addCleanup(gate.set)
+        waiting = []
+
+        def fault(number, path, range):
+            if server.held:
+                waiting.append(path)
+                gate.wait(60)
+
+        server, bucket = self.serve(DATA), self.serve(DATA, s3=True)
+        server.held, server.fault = False, fault
+        bucket.fault = lambda number, path, range: (waiting.append(path), gate.wait(60)) and None
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "TENSORMOUNT_LIBRARY": str(LIBRARY),
+                       "PYTHONDONTWRITEBYTECODE": "1", "TENSORMOUNT_PATIENCE": "600",
+                       "AWS_ENDPOINT_URL": bucket.url, "AWS_NO_SIGN_REQUEST": "1"}
+        with subprocess.Popen([sys.executable, "-c", script, server.url, "s3://bucket/STORE"], env=environment, text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            self.addCleanup(child.kill)
+            said = []
+            for line in child.stdout:
+                said.append(line.strip())
+                if said[-1] == "ended":
+                    break
+                server.held = True
+                before = len(waiting)
+                self.wait_for(f"a request of {said[-1]}", lambda: len(waiting) > before)
+                child.send_signal(signal.SIGINT)
+            gate.set()
+            server.held = False
+            out, _ = child.communicate("go\n", timeout=20)
+        self.assertEqual(said, ["open", "read", "read into", "bytes", "many", "load", "list", "ended"])
+        self.assertEqual(out, "True (2,) True\n")
 
     def test_readers_that_share_a_request_that_fails(self):
         """One of them asks anew, and the others wait for it: nobody returns memory that nothing was written to."""
