@@ -22,6 +22,8 @@
 
 namespace tensormount {
 
+class BucketSave;
+
 // Inputs of a save on this rank that only internal callers set (asynchronous saves, import).
 struct SaveControl {
   // Set to end the save. Checked while bytes are read, and before each exchange of verdicts up to
@@ -45,6 +47,8 @@ struct SaveControl {
   // The state is the library's own copy: failures do not set ErrorFields::memory_in_use.
   bool copied = false;
   bool background = false;  // The caller goes on meanwhile.
+  // The bucket that the checkpoint is copied to after the publish; null: none.
+  const BucketSave* bucket = nullptr;
 };
 
 // Inputs of a load on this rank that only internal callers set (loads in the background).

@@ -104,6 +104,7 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
     return tensormount::Status(tensormount::Code::kInvalidArgument,
                                "inherit, reuse_from: the name is empty; pass NULL for none");
   }
+  if (given.staging != nullptr) out.staging = given.staging;
   if (given.producer != nullptr) out.producer = given.producer;
   out.ephemeral = given.ephemeral != 0;
   out.writers = given.writers;
@@ -221,6 +222,10 @@ tm_status tm_save_report_json(const tm_save_report* report, char** json) {
         {"bytes_linked", r.reused.bytes_linked},
         {"files_copied", r.reused.files_copied},
         {"bytes_copied", r.reused.bytes_copied},
+        {"staged", r.staged},
+        {"bytes_sent", r.bytes_sent},
+        {"bytes_copied_in_bucket", r.bytes_copied_in_bucket},
+        {"copy_seconds", r.copy_seconds},
         {"files", nlohmann::ordered_json::array()},
         {"warnings", r.warnings},
         {"pruned", r.pruned},

@@ -302,6 +302,10 @@ void AddSaveCommands(Program& p) {
       ->option_text("RULES");
   c->add_flag("--ephemeral", p.import.ephemeral,
               "Mark the checkpoint temporary: the next save removes it");
+  c->add_option("--staging", p.import.staging,
+                "For s3://: save to this directory, which all ranks see, and copy from there into "
+                "the bucket (default: $TENSORMOUNT_STAGING)")
+      ->option_text("DIR");
   AddMap(c, p.import.map);
   AddPartial(c, p.import.partial);
   AddTimeouts(c, p.import.liveness_seconds, p.import.arrival_seconds);

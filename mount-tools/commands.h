@@ -41,6 +41,7 @@ struct ImportArgs {
   std::string inherit;                        // STORE/NAME or NAME; empty: none.
   std::string retain;                         // Rules of tensormount/retention.h; empty: none.
   bool ephemeral = false;                     // See SaveOptions::ephemeral.
+  std::string staging;                        // See SaveOptions::staging.
   NameMapArgs map;
   // A rank that sends nothing for this long during a collective call counts as dead.
   double liveness_seconds = 30;

@@ -314,6 +314,12 @@ void PrintImport(const SaveReport& report, const std::vector<std::string>& besid
                                    {"pruned", report.pruned},
                                    {"not_pruned", report.not_pruned}};
     if (!beside.empty()) json["beside"] = beside;
+    if (!report.staged.empty()) {
+      json["staged"] = report.staged;
+      json["bytes_sent"] = report.bytes_sent;
+      json["bytes_copied_in_bucket"] = report.bytes_copied_in_bucket;
+      json["copy_seconds"] = report.copy_seconds;
+    }
     terminal.Json(json);
     return;
   }
@@ -322,6 +328,12 @@ void PrintImport(const SaveReport& report, const std::vector<std::string>& besid
                             Counted(report.tensors, "tensor"), HumanBytes(report.bytes),
                             Counted(static_cast<std::uint64_t>(ranks), "rank"),
                             HumanSeconds(seconds), HumanBytes(report.bytes_written)));
+  if (!report.staged.empty()) {
+    terminal.Line(fmt::format("copied from {}: {} sent, {} copied by the server, in {}",
+                              report.staged, HumanBytes(report.bytes_sent),
+                              HumanBytes(report.bytes_copied_in_bucket),
+                              HumanSeconds(report.copy_seconds)));
+  }
   const ReuseReport& reused = report.reused;
   if (reused.tensors + reused.objects > 0) {
     terminal.Line(fmt::format("{} of {} reused from {}: {} linked, {} copied",
@@ -380,6 +392,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   options.writers = args.writers;
   if (before.ok()) before = ReadBase(args, options);
   options.ephemeral = args.ephemeral;
+  options.staging = args.staging;
   if (before.ok() && !args.retain.empty()) {
     auto rules = RetentionRules::Parse(args.retain);
     before = rules.status().WithContext("--retain");

@@ -24,6 +24,7 @@
 #include "collective/layout/layout_exchange.h"
 #include "collective/phase_events.h"
 #include "collective/save/after_commit.h"
+#include "collective/save/bucket_save.h"
 #include "collective/save/data_writer.h"
 #include "collective/save/plan_exchange.h"
 #include "collective/save/replica_check.h"
@@ -153,6 +154,8 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
 //             with hashes, if there are replicas to compare
 //   before    none; the caller's hook, if it set one          nothing more
 //   publish   Gather "report", Broadcast "publish"            COMMIT, by rank 0's rename
+//   copy      Decide "copy" until rank 0 has copied; only     COMMIT in the bucket
+//             for a bucket (bucket_save.h)
 //
 // When a rank dies:
 //   before "begin" is decided: all others fail, and have nothing to undo. A staging that rank 0
@@ -268,6 +271,16 @@ class SaveSession {
       return ended->status();
     });
     if (ended->ok()) ended->value().publish_seconds = publish_seconds;
+    if (!ended->ok() || control_.bucket == nullptr) return std::move(*ended);
+
+    SaveReport& saved = ended->value();
+    status = Phase("copy", &saved.copy_seconds, [&](std::uint64_t* bytes) {
+      const Status copied = control_.bucket->Copy(
+          collective_, *fs_, staging_, [this] { return Cancelled(); }, saved);
+      if (rank_ == 0) *bytes = saved.bytes_sent;
+      return copied;
+    });
+    if (!status.ok()) return status;
     return std::move(*ended);
   }
 
@@ -280,6 +293,7 @@ class SaveSession {
   // rank may return at once.
   Status Validate() {
     CallDescription call = Describe(path_, options_);
+    if (control_.bucket != nullptr) call.options.emplace_back("bucket", control_.bucket->path());
     if (options_.reuse_plan) {
       // If the look-up of a kept plan fails, the ranks make a new plan.
       const Status looked = Guarded([&]() -> Status {
@@ -394,6 +408,9 @@ class SaveSession {
             const auto begin = [&]() -> Status {
               TENSORMOUNT_ASSIGN_OR_RETURN(const Store store,
                                            Store::OpenOrCreate(*fs_, store_path_, name_));
+              if (control_.bucket != nullptr) {
+                TENSORMOUNT_RETURN_IF_ERROR(control_.bucket->Prepare(store));
+              }
               FreeBefore(*fs_, store, options_);
               std::string base;
               const BaseChoice choice = ChooseBase(base);
@@ -718,6 +735,9 @@ class SaveSession {
     }
     Ending();
     MarkIfEphemeral(*fs_, staging_, options_, report_);
+    if (control_.bucket != nullptr) {
+      TENSORMOUNT_RETURN_IF_ERROR(control_.bucket->Protect(*fs_, staging_));
+    }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(*fs_, staging_.store));
     Store::PublishOptions publish;
     publish.if_exists = options_.if_exists;
@@ -908,7 +928,21 @@ Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_vi
 
 Result<SaveReport> Save(const StateDict& state, std::string_view path, Communicator& comm,
                         const SaveOptions& options, const SaveControl& control) {
-  return RunJob<SaveSession>(nullptr, state, path, comm, options, control);
+  if (!BucketSave::IsFor(path)) {
+    return RunJob<SaveSession>(nullptr, state, path, comm, options, control);
+  }
+  const Result<BucketSave> bucket = BucketSave::Make(std::string(path), options);
+  if (!bucket.ok()) {
+    // The other ranks must learn of it.
+    StateDict failed;
+    (void)failed.Fail(bucket.status());
+    return RunJob<SaveSession>(nullptr, failed, path, comm, options, control);
+  }
+  const SaveOptions to_staging = bucket.value().StagingOptions();
+  SaveControl with_bucket = control;
+  with_bucket.bucket = &bucket.value();
+  return RunJob<SaveSession>(nullptr, state, bucket.value().staged(), comm, to_staging,
+                             with_bucket);
 }
 
 Result<SaveReport> Save(const StateDict& state, std::string_view path, Communicator& comm,

@@ -632,6 +632,9 @@ typedef struct tm_save_options {
   int32_t nonfinite;                    // TM_NONFINITE_...
   const char* const* nonfinite_exempt;  // Globs of keys that may hold NaNs and infinities.
   size_t nonfinite_exempt_count;
+  // For saves to "s3://...": the directory that all ranks save to before rank 0 copies into the
+  // bucket; NULL: the environment variable TENSORMOUNT_STAGING.
+  const char* staging;
 } tm_save_options;
 
 TM_EXPORT void tm_save_report_free(tm_save_report* report);

@@ -108,6 +108,12 @@ struct SaveOptions {
   // next prune, removes this one, unless it is pinned, a running save takes data from it, or
   // RetentionRules::match excludes its name. Rules do not count it.
   bool ephemeral = false;
+  // For a save to a bucket ("s3://BUCKET/STORE/NAME"): a directory that all ranks see, for this
+  // purpose alone. The save is made in this store, and rank 0 copies it into the bucket
+  // (docs/remote.md, "Saves"). Empty: the environment variable TENSORMOUNT_STAGING. Other saves
+  // ignore it. `retention` is then that of the bucket; `if_exists` kReplace, `ephemeral` and
+  // RetentionRules::OfStore() are kUnsupported.
+  std::string staging = {};
   std::string producer = {};  // Shown in checkpoint.json; empty: "tensormount <version>".
   Timeouts timeouts = {};
 
@@ -179,6 +185,12 @@ struct SaveReport {
   // with the reason ("step-7: PERMISSION_DENIED: ...").
   std::vector<std::string> pruned;
   std::vector<std::string> not_pruned;
+  // Of a save to a bucket: the path in the staging directory from which it was copied; the bytes
+  // that were sent to the server, and those that the server copied from other checkpoints of the
+  // bucket. Empty, 0: `path` is no bucket.
+  std::string staged;
+  std::uint64_t bytes_sent = 0;
+  std::uint64_t bytes_copied_in_bucket = 0;
   // Times of this rank, in seconds.
   double validate_seconds = 0;
   double plan_seconds = 0;
@@ -186,6 +198,7 @@ struct SaveReport {
   double write_seconds = 0;    // Writing, hashing, syncing.
   double compare_seconds = 0;  // Comparing replicas.
   double publish_seconds = 0;  // Waiting for the verdict included.
+  double copy_seconds = 0;     // Of a save to a bucket: the copy into the bucket.
 };
 
 // Collective: every rank of `comm` passes its part and the same path "STORE/NAME" and options, and
@@ -202,6 +215,7 @@ struct SaveReport {
 //   kResourceExhausted disk full, on some rank; the data written so far are deleted
 //   kDeadlineExceeded, kUnavailable   a rank died or did not come (named); not committed
 //   kUnknown           cannot tell whether the save was committed
+// To a bucket, a failure after the commit in the staging directory says where the checkpoint is.
 // A rank that loses contact with the others checks the store: if the publishing rename happened, it
 // returns ok; otherwise it makes sure that the save can never be published. Before that rename
 // nothing of the checkpoint is visible under its name, and a failure leaves the published

@@ -246,6 +246,17 @@ Result<std::optional<PinnedCheckpoint>> Find(FileSystem& fs, const std::string& 
   return found;
 }
 
+Status PinBeforePublish(FileSystem& fs, const std::string& store, const Uuid& uuid,
+                        const std::string& name, const std::string& reason) {
+  PinnedCheckpoint pin;
+  pin.uuid = uuid.ToString();
+  pin.name = name;
+  pin.reason = reason;
+  pin.by = ProcessText();
+  pin.created = fs.NowSeconds();
+  return WritePin(fs, store, pin);
+}
+
 Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::string& name,
                              const PinOptions& options) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));

@@ -39,6 +39,9 @@ std::string Describe(const PinnedCheckpoint& pin);
 // Pins a checkpoint durably. kNotFound: there is no such checkpoint, or it was removed meanwhile.
 Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::string& name,
                              const PinOptions& options);
+// Pins a checkpoint durably before it is published as `name`.
+Status PinBeforePublish(FileSystem& fs, const std::string& store, const Uuid& uuid,
+                        const std::string& name, const std::string& reason);
 // Removes the pins of a checkpoint durably. kNotFound: no such checkpoint, or it is not pinned.
 Status Unpin(FileSystem& fs, const Store& store, const std::string& name);
 // Removes all pins of one checkpoint durably. False: there were no pins.

@@ -311,9 +311,9 @@ Result<Store> Store::OpenOrCreate(FileSystem& fs, const std::string& path,
   if (fs.object_writer() != nullptr) {
     return Status(Code::kUnsupported,
                   path +
-                      ": ranks cannot save into a bucket. Save to a file system; `tensormount "
-                      "copy STORE " +
-                      path + " --drain` copies each step as soon as it is published");
+                      ": only saves, imports and copies make checkpoints in a bucket. Make it on a "
+                      "file system; `tensormount copy STORE/" +
+                      name + " " + path + "` copies it");
   }
   const std::string taken = JoinPath(path, name);
   if (fs.Exists(taken) && !fs.Exists(JoinPath(path, kSuperblockFile)) &&

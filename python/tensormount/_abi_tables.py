@@ -306,6 +306,7 @@ class SaveOptions(Structure):
         ("nonfinite", c_int32),
         ("nonfinite_exempt", POINTER(c_char_p)),
         ("nonfinite_exempt_count", c_size_t),
+        ("staging", c_char_p),
     ]
 
 

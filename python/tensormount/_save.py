@@ -72,6 +72,7 @@ class SaveOptions(TypedDict, total=False):
     producer: Optional[str]
     retain: Optional[str]
     ephemeral: bool
+    staging: Optional[PathLike]
     writers: int
     liveness: Optional[float]
     arrival: Optional[float]
@@ -199,6 +200,9 @@ def save(
     retain    rules for `Store.prune` ("last=3,every=1000"), or "policy" for the store's own. Rank 0 removes
               checkpoints by them after the commit; a failure to do so does not fail the save.
     ephemeral True: the checkpoint is temporary; the next commit removes it.
+    staging   for a path "s3://BUCKET/STORE/NAME": a directory that all ranks see. The save is made there, and rank
+              0 copies it into the bucket before the call or job ends (docs/remote.md, "Saves"). None: the
+              environment variable TENSORMOUNT_STAGING.
     liveness, arrival, total   timeouts in seconds: silence after which a rank counts as dead (30), wait
               for a rank that does not come (1,800), the whole call (none).
     on_event  called with a dict at the begin and end of each phase, on a thread of the library.
@@ -548,6 +552,9 @@ def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
             raise InvalidArgumentError(f"retain={retain!r}: a str was expected")
         given.retention = text(retain)
     given.ephemeral = flag("ephemeral", options.get("ephemeral", False))
+    staging = options.get("staging")
+    if staging is not None:
+        given.staging = path_bytes(staging)
     writers = options.get("writers", 0)
     if isinstance(writers, bool) or not isinstance(writers, int) or not 0 <= writers <= 16:
         raise InvalidArgumentError(f"writers={writers!r}: must be a number of threads from 1 to 16, or 0")

@@ -103,8 +103,8 @@ ls ftp://host/x | ftp://host/x: is a URL | https, s3
 ls file:///tmp/x | is a URL; pass the path instead: /tmp/x
 ls st/step-1/data | st/step-1/data
 ls cut.safetensors | cut.safetensors
-import m.safetensors s3://bucket/x | s3://bucket: ranks cannot save into a bucket
-import m.safetensors gs://b/x | gs://b: ranks cannot save into a bucket
+import m.safetensors s3://bucket/x | save s3://bucket/x: ranks save into a bucket through a staging directory
+import m.safetensors gs://b/x | save gs://b/x: ranks save into a bucket through a staging directory
 import s3://bucket/x st/a | s3://bucket/x | connect
 import m.safetensors st | st: the path must be STORE/NAME
 import m.safetensors st/ | st
@@ -131,7 +131,7 @@ adopt m.safetensors st/step-1 | st/step-1
 adopt m.safetensors bare | adopt bare: the path must be STORE/NAME
 adopt st/step-1 st/a | st/step-1: already a tensormount checkpoint | `tensormount import`
 adopt empty st/a | empty: the directory is empty
-adopt m.safetensors s3://x/y | s3://x: ranks cannot save into a bucket
+adopt m.safetensors s3://x/y | s3://x: only saves, imports and copies make checkpoints in a bucket
 mount nothere mnt | nothere: no such file or directory
 mount st nomnt | mount point nomnt: no such directory
 mount empty mnt | `tensormount init empty` makes this directory a store | the directory is empty

@@ -376,7 +376,7 @@ class Copies(Writes):
         self.assertIn("no difference", self.run_tool("diff", f"{TO}/{name}", DATA / "m.safetensors").stdout)
 
     def test_destinations_that_cannot_be_written_are_refused(self):
-        for args in (("import", DATA / "m.safetensors", f"{TO}/x"),
+        for args in (("adopt", DATA / "m.safetensors", f"{TO}/x"),
                      ("copy", DATA / "STORE", f"{self.server.url}/bucket/x"),
                      ("export", DATA / "STORE/step-1", "s3://bucket/x", "--to", "dcp"),
                      ("export", DATA / "STORE/step-1", f"{self.server.url}/x", "--to", "safetensors")):

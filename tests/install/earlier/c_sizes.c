@@ -10,7 +10,7 @@ _Static_assert(sizeof(tm_callbacks) == 56, "");
 _Static_assert(sizeof(tm_tcp_options) == 56, "");
 _Static_assert(sizeof(tm_shard) == 40, "");
 _Static_assert(sizeof(tm_event) == 64, "");
-_Static_assert(sizeof(tm_save_options) == 200, "");
+_Static_assert(sizeof(tm_save_options) == 208, "");
 _Static_assert(sizeof(tm_value_statistics) == 64, "");
 _Static_assert(sizeof(tm_save_numbers) == 184, "");
 _Static_assert(sizeof(tm_job_progress) == 40, "");
