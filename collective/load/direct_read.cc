@@ -65,14 +65,15 @@ class DirectReader {
     const bool far = !checkpoint_.fs().Can(Ability::kKernelFiles);
     const bool cold =
         !(far && AreLong(targets)) && Prefetcher::LooksCold(checkpoint_, WholeReads(targets));
-    const int readers = rules_.one_machine ? rules_.ranks_here : 1;
+    // The ranks of a machine share its page cache, but not what comes from a server.
+    const int readers = rules_.one_machine && !far ? rules_.ranks_here : 1;
     for (LoadTarget& target : targets) {
       if (!IsExchanged(target)) AddShares(target, cold && MaySplit(target, readers));
     }
     if (cold) {
       prefetcher_ = std::make_unique<Prefetcher>(
           checkpoint_, PartReads(readers),
-          Prefetcher::Options{rules_.one_machine ? rules_.rank_here : 0, readers, rules_.cancel});
+          Prefetcher::Options{readers > 1 ? rules_.rank_here : 0, readers, rules_.cancel});
     }
     TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Staging>(
         batches_.size(), far ? std::max(rules_.threads, kFarThreads) : rules_.threads,

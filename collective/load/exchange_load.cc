@@ -38,6 +38,11 @@ constexpr std::size_t kMaxReceives = 64;
 // Limit of units that one rank has read and not finished sending, including those sent from the
 // caller's memory.
 constexpr std::size_t kMaxUnits = 16;
+// From a server: bytes that are asked for ahead of their read, in ranges of this size at most, in
+// which gaps up to this size are asked for, too.
+constexpr std::uint64_t kAheadBytes = std::uint64_t{96} << 20;
+constexpr std::uint64_t kAheadRange = std::uint64_t{8} << 20;
+constexpr std::uint64_t kAheadGap = 64u << 10;
 
 // Reusable buffers, and the peak of their memory. Thread-safe.
 class Pool {
@@ -147,11 +152,48 @@ class UnitStream final : public LocalWork {
 
   // ---- The reading thread ----
 
+  std::uint64_t SizeOf(const ExchangeUnit& unit) const {
+    return static_cast<std::uint64_t>(units_.BytesOf(unit).box.volume());
+  }
+
+  // Asks a server for the units that this rank reads from `next` on: by few large requests, several
+  // at a time.
+  void StartReading(std::size_t next) {
+    const std::vector<ExchangeUnit>& units = units_.units();
+    if (next < started_) ahead_ -= std::min(ahead_, SizeOf(units[next]));
+    if (ahead_ > kAheadBytes / 2) return;
+    std::uint32_t file = 0;
+    ByteRange range;
+    const auto announce = [&] {
+      if (!range.empty()) reader_.StartReading(file, range);
+      range = {};
+    };
+    for (started_ = std::max(started_, next); started_ < units.size(); ++started_) {
+      const ExchangeUnit& unit = units[started_];
+      if (unit.reader != comm_.rank()) continue;
+      if (ahead_ >= kAheadBytes) break;
+      const std::uint64_t size = SizeOf(unit);
+      // The unit `next` is read at once.
+      if (started_ != next) ahead_ += size;
+      const bool near = !range.empty() && unit.file == file && unit.offset >= range.end &&
+                        unit.offset - range.end <= kAheadGap &&
+                        unit.offset + size - range.begin <= kAheadRange;
+      if (!near) {
+        announce();
+        file = unit.file;
+        range.begin = unit.offset;
+      }
+      range.end = unit.offset + size;
+    }
+    announce();
+  }
+
   Status ReadAll() {
     const int me = comm_.rank();
     for (std::size_t u = 0; u < units_.units().size(); ++u) {
       const ExchangeUnit& unit = units_.units()[u];
       if (unit.reader != me) continue;
+      if (reader_.is_far()) StartReading(u);
       auto out = std::make_shared<OutgoingUnit>();
       out->number = u;
       reader_.Plan(units_, unit, *out);
@@ -409,6 +451,10 @@ class UnitStream final : public LocalWork {
   std::vector<Send> sends_;
   std::vector<Receive> receives_;
   std::uint64_t incoming_ = 0;  // Bytes that arrive in staging buffers.
+  // Of the reading thread: the units before started_ were asked for, and so many of their bytes
+  // were not read yet.
+  std::size_t started_ = 0;
+  std::uint64_t ahead_ = 0;
   std::size_t next_unit_ = 0;
   std::list<IncomingUnit> incoming_units_;
   std::size_t unreceived_blocks_ = 0;  // Blocks in incoming_units_ that have not arrived.

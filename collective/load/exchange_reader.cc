@@ -130,6 +130,12 @@ Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Ou
   return {};
 }
 
+void UnitReader::StartReading(std::uint32_t file, ByteRange range) {
+  // If the file cannot be opened, the read says why.
+  const Result<std::shared_ptr<File>> opened = checkpoint_.SharedFile(file);
+  if (opened.ok()) opened.value()->StartReading(range.begin, range.size());
+}
+
 ReadVerify UnitReader::UnitVerify(const PlannedTensor& tensor) const {
   if (verify_ == LoadVerify::kOff) return ReadVerify::kOff;
   // The digest covers the whole way from storage to the destination buffer.

@@ -90,6 +90,11 @@ class UnitReader {
   // Makes a header for each receiver.
   Status Read(const ExchangeUnits& units, const ExchangeUnit& unit, OutgoingUnit& out);
 
+  // Whether the checkpoint is behind a server.
+  bool is_far() const { return !checkpoint_.fs().Can(Ability::kKernelFiles); }
+  // Asks for bytes of a data file that Read will read soon. Does not wait.
+  void StartReading(std::uint32_t file, ByteRange range);
+
   std::uint64_t bytes_read() const { return stats_.bytes_read; }
 
  private:

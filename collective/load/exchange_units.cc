@@ -20,12 +20,18 @@ constexpr std::uint64_t kLeastUnitBytes = 64u << 10;
 // Units are made for this much data at a time, so that their memory does not grow with the model.
 constexpr std::uint64_t kBatchBytes = std::uint64_t{4} << 30;
 constexpr std::size_t kBatchChunks = 8192;
+// From a server a rank reads up to this much of a file at one go: a request of such a size.
+constexpr std::uint64_t kFarRunBytes = std::uint64_t{8} << 20;
 
 }  // namespace
 
 ExchangeUnits::ExchangeUnits(const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
                              std::span<LoadTarget> targets, int rank, TensorFilter wanted)
-    : checkpoint_(checkpoint), plan_(plan), rank_(rank), wanted_(std::move(wanted)) {
+    : checkpoint_(checkpoint),
+      plan_(plan),
+      rank_(rank),
+      wanted_(std::move(wanted)),
+      far_(!checkpoint.fs().Can(Ability::kKernelFiles)) {
   mine_.resize(plan.tensors.size());
   for (LoadTarget& target : targets) {
     mine_[static_cast<std::size_t>(target.tensor - plan.tensors.data())].push_back(&target);
@@ -111,6 +117,11 @@ Result<bool> ExchangeUnits::Next() {
   return chunks > 0;
 }
 
+bool ExchangeUnits::GoesOn(const ExchangeUnit& unit, std::uint64_t size) const {
+  if (!far_ || far_reader_ < 0 || unit.file != far_file_) return false;
+  return unit.offset >= far_range_.end && unit.offset + size - far_range_.begin <= kFarRunBytes;
+}
+
 void ExchangeUnits::AddUnits(const ExchangeUnit& chunk) {
   const TensorMeta& meta = tensor(chunk).entry().meta;
   const std::uint64_t element = meta.bits() / 8;
@@ -124,17 +135,25 @@ void ExchangeUnits::AddUnits(const ExchangeUnit& chunk) {
     const Box bytes = BytesOf(unit).box;
     // Among the ranks that want a part of the unit, the one with the fewest bytes to read so far is
     // chosen. Wants are ordered by rank.
+    const bool goes_on = GoesOn(unit, size);
     for (const UnitRequest& want : prepared_[chunk.tensor].wants) {
-      if (unit.reader == want.rank) continue;
+      if (unit.reader == want.rank || (goes_on && unit.reader == far_reader_)) continue;
       const bool wants_it = std::any_of(want.bytes.begin(), want.bytes.end(),
                                         [&](const Box& b) { return !Intersect(bytes, b).empty(); });
       if (!wants_it) continue;
-      if (unit.reader < 0 || load_[static_cast<std::size_t>(want.rank)] <
-                                 load_[static_cast<std::size_t>(unit.reader)]) {
+      if (unit.reader < 0 || (goes_on && want.rank == far_reader_) ||
+          load_[static_cast<std::size_t>(want.rank)] <
+              load_[static_cast<std::size_t>(unit.reader)]) {
         unit.reader = want.rank;
       }
     }
     if (unit.reader < 0) return;
+    if (!goes_on || unit.reader != far_reader_) {
+      far_reader_ = unit.reader;
+      far_file_ = unit.file;
+      far_range_.begin = unit.offset;
+    }
+    far_range_.end = unit.offset + size;
     load_[static_cast<std::size_t>(unit.reader)] += size;
     units_.push_back(std::move(unit));
   });

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "base/byte_range.h"
 #include "collective/load/load_plan.h"
 #include "collective/load/target.h"
 #include "index/read/checkpoint.h"
@@ -84,6 +85,8 @@ class ExchangeUnits {
   Status Prepare(std::size_t tensor);
   // Cuts a chunk into units, and chooses the reader of each among the ranks that want some of it.
   void AddUnits(const ExchangeUnit& chunk);
+  // Whether the unit, of `size` bytes, should have the same reader as the last one.
+  bool GoesOn(const ExchangeUnit& unit, std::uint64_t size) const;
 
   const OpenedCheckpoint& checkpoint_;
   const LoadPlan& plan_;
@@ -94,6 +97,12 @@ class ExchangeUnits {
   std::uint64_t group_size_ = 1;
   std::vector<bool> in_group_;       // By rank: whether the rank is in this rank's group.
   std::vector<std::uint64_t> load_;  // Bytes assigned to each rank so far.
+  // Behind a server: the reader of the last unit, and the range of its file that the rank reads at
+  // one go.
+  const bool far_;
+  int far_reader_ = -1;
+  std::uint32_t far_file_ = 0;
+  ByteRange far_range_;
   std::size_t next_tensor_ = 0;
   std::size_t next_chunk_ = 0;
   std::map<std::size_t, Prepared> prepared_;  // Tensors of this batch.

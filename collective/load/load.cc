@@ -218,7 +218,8 @@ class LoadJob {
       TENSORMOUNT_RETURN_IF_ERROR(opened_);
       TENSORMOUNT_RETURN_IF_ERROR(fenced_);
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
-      part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
+      part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_,
+                            !checkpoint_->fs().Can(Ability::kKernelFiles), options_);
       TENSORMOUNT_RETURN_IF_ERROR(part.status());
       TENSORMOUNT_RETURN_IF_ERROR(CheckNotLost(part.value().resolved->skipped));
       // A background load exchanges through host memory, unless the caller requires devices. This

@@ -68,6 +68,8 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
 // whole tensor, for a few bytes of each page.
 constexpr std::uint64_t kExchangeRun = 64u << 10;
 constexpr std::uint64_t kExchangeBytes = 8u << 20;
+// Behind a server: gaps between shorter runs are read, too (kJoinedGap in remote/remote_file.cc).
+constexpr std::uint64_t kFarRun = 1u << 20;
 
 // Whether a tensor can be exchanged. Units of an exchange are cut along whole bytes, and each is
 // read as one run of a file. Pending items, whose place in a file is not known yet, are not
@@ -82,6 +84,44 @@ Result<bool> IsShort(const CheckpointIndex& index, const TensorEntry& entry, con
   return g.shortest_run <= kExchangeRun;
 }
 
+// Whether a rank that reads the region from a server asks for bytes that it does not want.
+Result<bool> HasGapsFromServer(const CheckpointIndex& index, const TensorEntry& entry,
+                               const Region& region) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Geometry g, Measure(index, entry, region, 4));
+  return g.shortest_run <= kFarRun;
+}
+
+bool IsWhole(const TensorEntry& entry, const Region& region) {
+  return static_cast<std::uint64_t>(region.volume()) == entry.meta.elements();
+}
+
+// Whether several ranks of a group would ask a server for the same bytes.
+Result<bool> IsAskedTwice(const CheckpointIndex& index, const PlannedTensor& tensor,
+                          const std::vector<int>& groups) {
+  std::map<int, std::vector<const RequestedRegion*>> by_group;
+  for (const RequestedRegion& want : tensor.wants) {
+    if (!want.convert) by_group[groups[static_cast<std::size_t>(want.rank)]].push_back(&want);
+  }
+  for (const auto& [group, wants] : by_group) {
+    if (wants.empty() || wants.front()->rank == wants.back()->rank) continue;
+    std::uint64_t cells = 0;
+    for (const RequestedRegion* want : wants) {
+      cells += static_cast<std::uint64_t>(want->region.volume());
+    }
+    // Regions that overlap without being equal, and leave cells to nobody, are not found here.
+    if (cells > tensor.entry().meta.elements()) return true;
+    for (std::size_t i = 0; i < wants.size(); ++i) {
+      for (std::size_t j = 0; j < i; ++j) {
+        if (wants[i]->rank != wants[j]->rank && wants[i]->region == wants[j]->region) return true;
+      }
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool gaps,
+                                 HasGapsFromServer(index, tensor.entry(), wants.front()->region));
+    if (gaps) return true;
+  }
+  return false;
+}
+
 bool WantedByOneRank(const PlannedTensor& tensor) {
   return tensor.wants.front().rank == tensor.wants.back().rank;
 }
@@ -93,14 +133,14 @@ constexpr std::uint64_t kReadTogether = 4096;
 Result<bool> IsCheapByLeaf(const CheckpointIndex& index, const TensorEntry& entry,
                            const Region& region) {
   // The whole tensor consists of whole chunks, so nothing is widened and no lookup is needed.
-  if (static_cast<std::uint64_t>(region.volume()) == entry.meta.elements()) return true;
+  if (IsWhole(entry, region)) return true;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Geometry g, Measure(index, entry, region, ~std::size_t{0}));
   return g.widened_by <= std::max(g.wanted / 8, kReadTogether);
 }
 
 }  // namespace
 
-Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest& mine,
+Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest& mine, bool far,
                             const LoadOptions& options) {
   LoadNeeds needs;
   for (const ResolvedItem& item : mine.items) {
@@ -113,6 +153,12 @@ Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest&
       }
       if (options.path == LoadPath::kAuto && !needs.short_runs) {
         TENSORMOUNT_ASSIGN_OR_RETURN(needs.short_runs, IsShort(index, entry, region));
+      }
+      if (options.path == LoadPath::kAuto && far && !needs.shared_requests && MayExchange(entry)) {
+        needs.shared_requests = IsWhole(entry, region);
+        if (needs.shared_requests) continue;
+        TENSORMOUNT_ASSIGN_OR_RETURN(needs.shared_requests,
+                                     HasGapsFromServer(index, entry, region));
       }
     }
   }
@@ -131,7 +177,7 @@ void LoadPlanner::Add(int rank, const ResolvedRequest& wanted) {
 }
 
 Result<LoadPlan> LoadPlanner::Finish(int ranks, bool all_known, std::vector<int> groups,
-                                     bool several_machines, const LoadOptions& options) {
+                                     ExchangeScope scope, const LoadOptions& options) {
   position_.clear();
   plan_.groups = std::move(groups);
   for (PlannedTensor& tensor : plan_.tensors) {
@@ -144,10 +190,14 @@ Result<LoadPlan> LoadPlanner::Finish(int ranks, bool all_known, std::vector<int>
     if (!all_known) continue;
     const bool can_exchange = ranks > 1 && MayExchange(tensor.entry());
     if (can_exchange && options.path == LoadPath::kExchange) tensor.exchange = true;
-    if (can_exchange && several_machines && options.path == LoadPath::kAuto &&
-        !WantedByOneRank(tensor)) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(tensor.exchange,
-                                   IsShort(index_, tensor.entry(), tensor.wants.front().region));
+    if (can_exchange && options.path == LoadPath::kAuto && !WantedByOneRank(tensor)) {
+      Result<bool> exchange = false;
+      if (scope == ExchangeScope::kJob) {
+        exchange = IsShort(index_, tensor.entry(), tensor.wants.front().region);
+      } else if (scope == ExchangeScope::kMachine) {
+        exchange = IsAskedTwice(index_, tensor, plan_.groups);
+      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(tensor.exchange, std::move(exchange));
     }
     if (MayProveByDigest(options.verify)) {
       tensor.proof = PlanProof(tensor.entry(), tensor.wants, ranks);

@@ -46,9 +46,23 @@ struct LoadNeeds {
   bool proof = false;  // Some bytes can be verified cheaply only by digest.
   // Some wanted runs in files are so short that ranks on several machines should exchange them.
   bool short_runs = false;
+  // The source is behind a server, and other ranks of this machine may want the same requests as
+  // this one: whole tensors, or runs whose gaps are read, too.
+  bool shared_requests = false;
 };
-Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest& mine,
+// `far`: the source is behind a server.
+Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest& mine, bool far,
                             const LoadOptions& options);
+
+// Between which machines a load with LoadPath::kAuto exchanges.
+enum class ExchangeScope {
+  kNone,
+  // All ranks, tensors of which they want short runs.
+  kJob,
+  // The ranks of each machine, tensors of which a server would be asked for the same bytes by
+  // several of them. Each machine is a group.
+  kMachine,
+};
 
 // Makes a plan from the wants of the ranks, which are added in the order of ranks; a request may be
 // freed after Add.
@@ -58,7 +72,7 @@ class LoadPlanner {
   void Add(int rank, const ResolvedRequest& wanted);
   // `all_known`: whether every rank was added; if not, nothing is exchanged or verified by digest.
   // `groups`: the exchange group of each rank.
-  Result<LoadPlan> Finish(int ranks, bool all_known, std::vector<int> groups, bool several_machines,
+  Result<LoadPlan> Finish(int ranks, bool all_known, std::vector<int> groups, ExchangeScope scope,
                           const LoadOptions& options);
 
  private:

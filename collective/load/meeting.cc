@@ -28,7 +28,8 @@ constexpr std::size_t kCardBytes = 64;
 constexpr std::uint32_t kNeedsProof = 1;
 constexpr std::uint32_t kShortRuns = 2;
 constexpr std::uint32_t kOnDevice = 4;
-constexpr std::uint32_t kCardVersion = 3u << 24;  // The upper byte of Card::flags.
+constexpr std::uint32_t kSharedRequests = 8;
+constexpr std::uint32_t kCardVersion = 4u << 24;  // The upper byte of Card::flags.
 struct Card {
   Hash128 request;
   Hash128 call;
@@ -46,7 +47,8 @@ std::string EncodeCard(const MeetingPart& part) {
   out.U64(part.machine);
   out.U32(static_cast<std::uint32_t>(part.group));
   out.U32(kCardVersion | (part.needs.proof ? kNeedsProof : 0) |
-          (part.needs.short_runs ? kShortRuns : 0) | (part.on_device ? kOnDevice : 0));
+          (part.needs.short_runs ? kShortRuns : 0) |
+          (part.needs.shared_requests ? kSharedRequests : 0) | (part.on_device ? kOnDevice : 0));
   return std::move(out.bytes());
 }
 
@@ -63,7 +65,7 @@ Result<Card> DecodeCard(std::string_view bytes, std::size_t rank) {
   card.machine = in.U64();
   card.group = static_cast<std::int32_t>(in.U32());
   card.flags = in.U32();
-  if ((card.flags & ~(kNeedsProof | kShortRuns | kOnDevice)) != kCardVersion) {
+  if ((card.flags & ~(kNeedsProof | kShortRuns | kSharedRequests | kOnDevice)) != kCardVersion) {
     return Status(Code::kInvalidArgument,
                   "rank " + std::to_string(rank) + " runs another version of tensormount");
   }
@@ -86,12 +88,27 @@ struct Opening {
   bool same_call = true;  // If false, nothing else is set.
   Agreement agreed;
   bool whole = false;  // Whether every rank gets the requests of all ranks.
-  bool several_machines = false;
+  ExchangeScope scope = ExchangeScope::kNone;
   bool on_devices = false;  // Whether each rank has all its tensors on one device.
   int ranks_here = 1;       // The most ranks on any one machine.
   RankClasses speakers;     // Ranks with equal requests; empty unless `whole` and the plan is new.
   std::vector<int> groups;  // Exchange group by rank; empty if `speakers` is.
 };
+
+// The exchange group of each rank: the caller's, or the part of it on one machine.
+std::vector<int> GroupsOf(const std::vector<Card>& cards, ExchangeScope scope) {
+  std::map<std::pair<int, std::uint64_t>, int> numbers;
+  std::vector<int> groups;
+  for (const Card& card : cards) {
+    if (scope != ExchangeScope::kMachine) {
+      groups.push_back(card.group);
+      continue;
+    }
+    const std::pair at(card.group, card.machine);
+    groups.push_back(numbers.emplace(at, static_cast<int>(numbers.size())).first->second);
+  }
+  return groups;
+}
 
 Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPath path) {
   std::vector<Card> cards;
@@ -115,19 +132,24 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
   out.U8(same_call ? 1 : 0);
   if (!same_call) return std::move(out.bytes());
   const Agreement agreed = maker.Finish();
-  const bool several = of_machine.size() > 1;
   std::uint32_t fullest = 0;
   for (const auto& [machine, ranks] : of_machine) fullest = std::max(fullest, ranks);
-  const bool whole = path == LoadPath::kExchange || (flags & kNeedsProof) != 0 ||
-                     (several && (flags & kShortRuns) != 0);
+  ExchangeScope scope = ExchangeScope::kNone;
+  if (of_machine.size() > 1 && (flags & kShortRuns) != 0) {
+    scope = ExchangeScope::kJob;
+  } else if (fullest > 1 && (flags & kSharedRequests) != 0) {
+    scope = ExchangeScope::kMachine;
+  }
+  const bool whole =
+      path == LoadPath::kExchange || (flags & kNeedsProof) != 0 || scope != ExchangeScope::kNone;
   WriteAgreement(out, agreed);
   out.U8(whole ? 1 : 0);
-  out.U8(several ? 1 : 0);
+  out.U8(static_cast<std::uint8_t>(scope));
   out.U8(on_devices ? 1 : 0);
   out.U32(fullest);
   if (whole && !agreed.unchanged) {
     WriteClasses(out, ClassesOf(cards.size(), [&](std::size_t r) { return cards[r].request; }));
-    for (const Card& card : cards) out.U32(static_cast<std::uint32_t>(card.group));
+    for (const int group : GroupsOf(cards, scope)) out.U32(static_cast<std::uint32_t>(group));
   }
   return std::move(out.bytes());
 }
@@ -142,7 +164,7 @@ Result<Opening> ReadOpening(std::string_view bytes, int ranks) {
   }
   opening.agreed = ReadAgreement(in);
   opening.whole = in.U8() != 0;
-  opening.several_machines = in.U8() != 0;
+  opening.scope = static_cast<ExchangeScope>(in.U8());
   opening.on_devices = in.U8() != 0;
   opening.ranks_here = static_cast<int>(in.U32());
   if (opening.whole && !opening.agreed.unchanged) {
@@ -269,7 +291,7 @@ std::optional<Device> CommonDevice(const StateDict& request) {
 
 Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& index,
                                    const StateDict& request, std::string_view path,
-                                   const Hash128& identity, const LoadOptions& options) {
+                                   const Hash128& identity, bool far, const LoadOptions& options) {
   MeetingPart part;
   TENSORMOUNT_ASSIGN_OR_RETURN(part.request, EncodeRequest(request));
   part.request_hash = Xxh3(part.request);
@@ -296,7 +318,7 @@ Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& in
                                  ResolveRequest(index, decoded, options, /*objects=*/true));
     TENSORMOUNT_RETURN_IF_ERROR(resolved.refusal);
     part.resolved = std::make_shared<const ResolvedRequest>(std::move(resolved));
-    TENSORMOUNT_ASSIGN_OR_RETURN(part.needs, FindNeeds(index, *part.resolved, options));
+    TENSORMOUNT_ASSIGN_OR_RETURN(part.needs, FindNeeds(index, *part.resolved, far, options));
   }
   return part;
 }
@@ -360,7 +382,7 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(
         agreed->plan, planner.Finish(collective.size(), opening.whole || collective.size() == 1,
-                                     std::move(opening.groups), opening.several_machines, options));
+                                     std::move(opening.groups), opening.scope, options));
     return {};
   });
   TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan the reads"));

@@ -55,11 +55,11 @@ struct MeetingPart {
   LoadNeeds needs;
 };
 
-// `identity`: hash that identifies the opened checkpoint. Fails if the request can never be served
-// (ResolvedRequest::refusal).
+// `identity`: hash that identifies the opened checkpoint; `far`: it is behind a server. Fails if
+// the request can never be served (ResolvedRequest::refusal).
 Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& index,
                                    const StateDict& request, std::string_view path,
-                                   const Hash128& identity, const LoadOptions& options);
+                                   const Hash128& identity, bool far, const LoadOptions& options);
 
 // Results of a meeting that are not part of the plan.
 struct MeetingResult {

@@ -53,7 +53,8 @@ enum class LoadVerify {
 // long runs, and sends it to the ranks that need it, with bounded buffers (column loads of
 // row-major files; replicated loads from slow storage). kAuto exchanges a tensor of at least 8 MiB
 // that several ranks want if its runs are short and the ranks run on several machines, which share
-// no page cache. Elements below one byte and some foreign tensors are always read directly.
+// no page cache. Behind a server kAuto exchanges what several ranks of one machine would ask for
+// (docs/loading.md). Elements below one byte and some foreign tensors are always read directly.
 enum class LoadPath { kAuto, kDirect, kExchange };
 
 // How exchanged bytes travel. kDevices: from device to device (NCCL), for tensors that a digest

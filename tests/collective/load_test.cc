@@ -409,7 +409,8 @@ TEST(LoadPlan, ExchangesShortRunsBetweenMachinesOnly) {
   save.placement = PlacementRule::kTensorFile;
   ASSERT_OK(SaveByRule(path, tensors, "rows", 1, save));
   ASSERT_OK_AND_ASSIGN(const auto checkpoint, OpenedCheckpoint::Open(HostFileSystem(), path, {}));
-  const auto exchanged = [&](const std::string& rule, bool several) {
+  const auto exchanged = [&](const std::string& rule, ExchangeScope scope,
+                             std::vector<int> groups = {0, 0}) {
     std::vector<ResolvedRequest> resolved(2);
     const std::vector<Region> regions = CutByRule(tensors[0].shape, rule, 2);
     for (std::size_t rank = 0; rank < 2; ++rank) {
@@ -426,13 +427,20 @@ TEST(LoadPlan, ExchangesShortRunsBetweenMachinesOnly) {
     LoadPlanner planner(checkpoint->index());
     planner.Add(0, resolved[0]);
     planner.Add(1, resolved[1]);
-    Result<LoadPlan> plan = planner.Finish(2, /*all_known=*/true, {0, 0}, several, {});
+    Result<LoadPlan> plan = planner.Finish(2, /*all_known=*/true, std::move(groups), scope, {});
     EXPECT_OK(plan);
     return plan.value().tensors.at(0).exchange;
   };
-  EXPECT_TRUE(exchanged("cols", true));
-  EXPECT_FALSE(exchanged("cols", false));
-  EXPECT_FALSE(exchanged("rows", true));
+  EXPECT_TRUE(exchanged("cols", ExchangeScope::kJob));
+  EXPECT_FALSE(exchanged("cols", ExchangeScope::kNone));
+  EXPECT_FALSE(exchanged("rows", ExchangeScope::kJob));
+  // Behind a server.
+  EXPECT_TRUE(exchanged("cols", ExchangeScope::kMachine));
+  EXPECT_FALSE(exchanged("cols", ExchangeScope::kMachine, {0, 1}));
+  EXPECT_FALSE(exchanged("rows", ExchangeScope::kMachine));
+  EXPECT_TRUE(exchanged("replicate", ExchangeScope::kMachine));
+  EXPECT_FALSE(exchanged("replicate", ExchangeScope::kMachine, {0, 1}));
+  EXPECT_FALSE(exchanged("replicate", ExchangeScope::kJob));
 }
 
 TEST(Load, MissingCheckpointIsNotFoundOnAllRanks) {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves into buckets through a staging directory (collective/save/bucket_save.h), over the stand-in for S3."""
+"""Saves into buckets through a staging directory (collective/save/bucket_save.h), and loads of several ranks from a
+server, over the stand-in servers of tests/support."""
 
 import json
 import os
@@ -12,7 +13,7 @@ import threading
 import harness
 import object_server
 from object_server import status
-from remote_sources import DATA, LIBRARY, ROOT, WEIGHT, setUpModule  # noqa: F401
+from remote_sources import DATA, LIBRARY, ROOT, Remote, WEIGHT, setUpModule  # noqa: F401
 from remote_writes_test import TO, Writes
 
 
@@ -254,6 +255,30 @@ print("saved")
         # Rank 0 knows that it is there.
         self.assertEqual(self.ranks(2, script, DEAD="1"), ["saved\n", ""])
         self.assert_whole("step-1", self.staging / "step-1")
+
+
+class Loads(Ranks, Remote):
+    def test_ranks_of_a_machine_ask_for_each_byte_once(self):
+        script = """
+local = tm.open(sys.argv[5])
+columns, rows = slice(256 * rank, 256 * rank + 256), slice(1536 * rank, 1536 * rank + 1536)
+def load(url, part, begin):
+    mine = {key: numpy.zeros_like(local[key][part]) for key in "vwz"}
+    state = {key: tm.Shards((6144, 1024), [(begin, mine[key])]) for key in "vwz"}
+    report = tm.load(state, url, group).report
+    assert all(mine[key].tobytes() == local[key][part].tobytes() for key in "vwz"), part
+    return report["messages_sent"] > 0
+print(load(sys.argv[6], (slice(None), slice(None)), (0, 0)), load(sys.argv[7], (slice(None), columns), (0, 256 * rank)),
+      load(sys.argv[8], (rows, slice(None)), (1536 * rank, 0)))
+"""
+        servers = [self.serve(DATA) for _ in range(3)]
+        said = self.ranks(4, script, DATA / "BIG/step-1", *(f"{server.url}/BIG/step-1" for server in servers))
+        self.assertEqual(said, ["True True False\n"] * 4)
+        replicated, columns, rows = (server.sent() / (3 * WEIGHT) for server in servers)
+        # Each rank opens the checkpoint and the data files.
+        self.assertLess(replicated, 1.05)
+        self.assertLess(columns, 1.05)
+        self.assertLess(rows, 1.5)  # What is read ahead may be asked for twice.
 
 
 if __name__ == "__main__":
