@@ -52,10 +52,11 @@ class ClaimedName {
   Status CollectSteps() {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::optional<Claim> claim, Read(writer_, store_, name_));
     if (!claim) return {};
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ObjectInfo> commit,
-                                 writer_.InfoOf(CommitPath(store_, name_)));
     const std::string folder = JoinPath(store_, name_);
     TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectListing listing, writer_.ListBelow(folder));
+    const bool commit =
+        std::any_of(listing.objects.begin(), listing.objects.end(),
+                    [&](const auto& one) { return one.path == CommitPath(store_, name_); });
     std::vector<UnfinishedUpload> uploads;
     auto unfinished = writer_.Unfinished(folder);
     if (unfinished.ok()) {
