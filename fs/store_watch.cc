@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <set>
@@ -20,6 +21,7 @@
 #include "fs/node.h"
 #include "fs/reach.h"
 #include "index/foreign/format.h"
+#include "index/read/value_totals.h"
 #include "index/records/commit_record.h"
 #include "index/records/store_paths.h"
 #include "index/store/store.h"
@@ -113,6 +115,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
     std::shared_ptr<Slot> slot;  // The existing slot; null: a new one is needed.
     Uuid uuid;                   // For a new slot, like `generation`.
     std::uint64_t generation = 0;
+    std::uint64_t data_bytes = 0;
   };
   bool foreign() const { return kind == SourceKind::kForeign || kind == SourceKind::kForeignSteps; }
 
@@ -143,6 +146,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   Result<std::shared_ptr<const CheckpointView>> OpenForeign(
       const Slot& slot, const CheckpointView::Options& options) const;
   std::string LatestOf(const Listing& now) const;
+  void ReadNonfinite(const Listing& now);
   void Publish(std::shared_ptr<Listing> now, Clock::time_point started);
   void Loop();
   void CloseUnused(const Listing& now, std::size_t kept);
@@ -168,6 +172,9 @@ Status StoreWatch::Core::ReadCommit(const std::string& folder, ScannedName& foun
   TENSORMOUNT_RETURN_IF_ERROR(read.status());
   found.uuid = read.value().record.uuid;
   found.generation = read.value().record.generation;
+  for (const CommitRecord::Entry& entry : read.value().record.files) {
+    if (entry.name.starts_with("data/")) found.data_bytes += entry.length;
+  }
   return {};
 }
 
@@ -255,6 +262,7 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::AssignSlot(ScannedName& found) {
   slot->identity_ = IdentityOf(found.commit);
   slot->uuid = found.uuid;
   slot->generation = found.generation;
+  slot->data_bytes = found.data_bytes;
   const std::lock_guard lock(mutex);
   // A caller may have got a slot for this name during the check. A second slot would replace the
   // first one, whose nodes the kernel knows already.
@@ -504,6 +512,19 @@ Status StoreWatch::Core::Scan() {
   return status;
 }
 
+// Reads the value counts of the latest checkpoint once, for the metrics. Not over a network, where
+// each open of a file is a request.
+void StoreWatch::Core::ReadNonfinite(const Listing& now) {
+  if (!now.latest || foreign() || !fs.Can(Ability::kKernelFiles)) return;
+  if (now.latest->nonfinite_.load(std::memory_order_relaxed) != -2) return;
+  const Result<std::optional<std::uint64_t>> counted = CountNonfinite(fs, now.latest->path);
+  // Damaged counts are not known; `verify` reports them.
+  const std::uint64_t most = std::numeric_limits<std::int64_t>::max();
+  const bool known = counted.ok() && counted.value();
+  now.latest->nonfinite_ =
+      known ? static_cast<std::int64_t>(std::min(*counted.value(), most)) : std::int64_t{-1};
+}
+
 // Replaces the listing. Slots missing in the new one are gone: they are marked before the new
 // listing is visible, kept in `removed_slots` while open files may have their view, and closed so
 // that gc can remove their files.
@@ -522,6 +543,7 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
   // While the latest checkpoint is unknown, an older one must not be shown as the latest.
   if (!now->latest_unknown.ok()) now->latest = nullptr;
   if (kind == SourceKind::kForeignSteps && now->latest) now->latest = now->Find(LatestOf(*now));
+  ReadNonfinite(*now);
   std::vector<std::shared_ptr<Slot>> gone;
   {
     const std::lock_guard lock(mutex);

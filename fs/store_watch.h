@@ -45,7 +45,15 @@ class Slot {
   // Modification time of the commit record or, for a foreign checkpoint, of the file that describes
   // it.
   std::int64_t mtime = 0;
+  // Bytes of the data files. 0 for a foreign checkpoint.
+  std::uint64_t data_bytes = 0;
 
+  // NaNs and infinities in all tensors, by the counts of the save. nullopt: not known, or the
+  // checkpoint has never been the latest of a local store.
+  std::optional<std::uint64_t> nonfinite() const {
+    const std::int64_t known = nonfinite_.load(std::memory_order_acquire);
+    return known < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(known));
+  }
   bool gone() const { return gone_.load(std::memory_order_acquire); }
   // Whether the checkpoint is open, so that StoreWatch::View() returns at once.
   bool opened() const { return opened_.load(std::memory_order_acquire); }
@@ -62,6 +70,8 @@ class Slot {
     friend bool operator==(const Identity&, const Identity&) = default;
   };
   Identity identity_;
+  // -2: not read; -1: not known.
+  std::atomic<std::int64_t> nonfinite_{-2};
   std::atomic<bool> gone_{false};
   std::atomic<bool> opened_{false};
   std::atomic<std::uint64_t> used_{0};

@@ -660,6 +660,20 @@ std::string Vfs::Metrics() {
   if (now->latest) {
     text.One("latest_timestamp_seconds", Type::kGauge,
              "When the latest checkpoint was published, in seconds since 1970", now->latest->mtime);
+    text.Family("latest_info", Type::kGauge, "The name of the latest checkpoint; always 1");
+    text.Sample({{"checkpoint", now->latest->name}}, 1);
+    if (now->latest->generation > 0) {
+      text.One("latest_generation", Type::kGauge, "Generation of the latest checkpoint",
+               now->latest->generation);
+    }
+    if (now->latest->data_bytes > 0) {
+      text.One("latest_bytes", Type::kGauge, "Bytes of the data files of the latest checkpoint",
+               now->latest->data_bytes);
+    }
+    if (const std::optional<std::uint64_t> nonfinite = now->latest->nonfinite()) {
+      text.One("latest_nonfinite", Type::kGauge,
+               "NaNs and infinities in the tensors of the latest checkpoint", *nonfinite);
+    }
   }
   text.One("writable", Type::kGauge, "1 if checkpoints can be saved through the mount, else 0",
            writable() ? 1 : 0);

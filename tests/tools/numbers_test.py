@@ -121,6 +121,21 @@ class NumbersTest(harness.ToolTest):
                       "--nonfinite-exempt", "x")
         self.assertEqual(self.keys(self.store / "one", "--where", "nan = 1"), ["x"])
 
+    def test_a_mount_shows_counts_and_an_alert(self):
+        tm.save({"w": np.array([0, -3, np.nan], "<f4")}, self.store / "step-1")
+        mnt = self.mount(self.store)
+        metrics = dict(line.rsplit(" ", 1) for line in (mnt / ".tensormount" / "metrics").read_text().splitlines()
+                       if not line.startswith("#"))
+        self.assertEqual(metrics["tensormount_latest_nonfinite"], "1")
+        self.assertEqual(metrics["tensormount_latest_generation"], "1")
+        self.assertEqual(metrics['tensormount_latest_info{checkpoint="step-1"}'], "1")
+        self.assertEqual(int(metrics["tensormount_latest_bytes"]),
+                         sum(file.stat().st_size for file in (self.store / "step-1" / "data").iterdir()))
+        w = mnt / "step-1" / "tensors" / "w"
+        seen = {name: os.getxattr(w, f"user.tensormount.{name}").decode()
+                for name in ("zeros", "nan", "posinf", "neginf", "absmax")}
+        self.assertEqual(seen, {"zeros": "1", "nan": "1", "posinf": "0", "neginf": "0", "absmax": "3"})
+
     def test_damaged_counts_are_reported(self):
         tm.save({"w": np.array([0, 0.1], "<f4")}, self.store / "one")
         manifest = self.store / "one" / "manifest" / "coordinator.tmm"
