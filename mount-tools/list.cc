@@ -16,6 +16,7 @@
 #include "index/records/layer_names.h"
 #include "index/records/store_paths.h"
 #include "index/store/costs.h"
+#include "index/store/kept_statistics.h"
 #include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_json.h"
@@ -298,6 +299,18 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
   return {};
 }
 
+// What `stats --full` kept. Empty if nothing was kept, or if it cannot be read.
+KeptStatistics KeptStatisticsOf(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
+  if (checkpoint.commit() == nullptr || checkpoint.is_mapped() ||
+      !checkpoint.fs().Can(Ability::kKernelFiles)) {
+    return {};
+  }
+  Result<KeptStatistics> kept = KeptStatistics::Read(checkpoint);
+  if (kept.ok()) return std::move(kept).value();
+  if (kept.status().code() == Code::kDataLoss) terminal.Warn(kept.status().message());
+  return {};
+}
+
 // Lists the keys of a checkpoint. The columns of -l have fixed widths, except the last, the key, so
 // that each line is printed when its tensor is read.
 int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
@@ -307,6 +320,7 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
     if (!parsed.ok()) return terminal.Fail(parsed.status().WithContext("--where"));
     where = std::move(parsed).value();
   }
+  const KeptStatistics kept = where ? KeptStatisticsOf(checkpoint, terminal) : KeptStatistics();
   const bool columns = args.details || args.stats;
   if (args.stats && !terminal.json && !terminal.quiet) {
     terminal.Line(
@@ -325,7 +339,9 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
       if (!known.ok()) return false;
       counts = known.value();
     }
-    const auto lookup = [&](std::string_view field) { return FieldOf(tensor, counts, field); };
+    const auto lookup = [&](std::string_view field) {
+      return FieldOf(tensor, counts, kept.Find(tensor), field);
+    };
     if (where && where->Holds(lookup) != true) return true;
     ++listed;
     if (terminal.json) {

@@ -10,11 +10,6 @@
 namespace tensormount::tools {
 namespace {
 
-bool IsInteger(DType dtype) {
-  const NumberKind kind = NumberKindOf(dtype);
-  return kind == NumberKind::kInteger || kind == NumberKind::kUnsigned;
-}
-
 std::uint64_t FiniteValues(const TensorMeta& meta, const ValueCounts& counts) {
   return ValuesIn(meta.dtype(), meta.elements()) - counts.nonfinite();
 }
@@ -33,7 +28,7 @@ void AddCountsJson(const TensorMeta& meta, const std::optional<ValueCounts>& cou
   json["neginf"] = counts->neginf;
   if (FiniteValues(meta, *counts) == 0) {
     json["absmax"] = nullptr;
-  } else if (IsInteger(meta.dtype())) {
+  } else if (IsIntegerDType(meta.dtype())) {
     json["absmax"] = counts->absmax_bits;
   } else {
     json["absmax"] = AbsmaxOf(meta.dtype(), counts->absmax_bits);
@@ -60,7 +55,7 @@ std::optional<Condition::Kind> KindOfField(std::string_view field) {
   if (field == "key" || field == "dtype") return Condition::Kind::kText;
   for (const std::string_view number :
        {"rank", "elements", "count", "bytes", "chunks", "counted", "zeros", "nan", "posinf",
-        "neginf", "inf", "nonfinite", "absmax"}) {
+        "neginf", "inf", "nonfinite", "absmax", "min", "max", "mean", "norm", "subnormals"}) {
     if (field == number) return Condition::Kind::kNumber;
   }
   return std::nullopt;
@@ -68,7 +63,7 @@ std::optional<Condition::Kind> KindOfField(std::string_view field) {
 
 std::optional<Condition::Value> FieldOf(const TensorEntry& tensor,
                                         const std::optional<ValueCounts>& counts,
-                                        std::string_view field) {
+                                        const TensorStatistics* full, std::string_view field) {
   const TensorMeta& meta = tensor.meta;
   const auto number = [](auto value) { return Condition::Value(static_cast<double>(value)); };
   if (field == "key") return Condition::Value(meta.key());
@@ -79,16 +74,32 @@ std::optional<Condition::Value> FieldOf(const TensorEntry& tensor,
   if (field == "bytes") return number(meta.bytes());
   if (field == "chunks") return number(tensor.chunks);
   if (field == "counted") return number(counts ? 1 : 0);
-  if (!counts) return std::nullopt;
-  if (field == "zeros") return number(counts->zeros);
-  if (field == "nan") return number(counts->nan);
-  if (field == "posinf") return number(counts->posinf);
-  if (field == "neginf") return number(counts->neginf);
-  if (field == "inf") return number(counts->posinf + counts->neginf);
-  if (field == "nonfinite") return number(counts->nonfinite());
-  if (field == "absmax" && FiniteValues(meta, *counts) > 0) {
-    return number(AbsmaxOf(meta.dtype(), counts->absmax_bits));
+  if (full != nullptr) {
+    if (field == "subnormals") return number(full->subnormals);
+    if (full->finite() > 0) {
+      if (field == "min") return number(full->min);
+      if (field == "max") return number(full->max);
+      if (field == "mean") return number(full->mean);
+      if (field == "norm") return number(full->norm);
+    }
   }
+  if (!counts && full == nullptr) return std::nullopt;
+  if (field == "absmax") {
+    if (counts && FiniteValues(meta, *counts) > 0) {
+      return number(AbsmaxOf(meta.dtype(), counts->absmax_bits));
+    }
+    if (!counts && full->finite() > 0) return number(full->absmax());
+    return std::nullopt;
+  }
+  const std::uint64_t posinf = counts ? counts->posinf : full->posinf;
+  const std::uint64_t neginf = counts ? counts->neginf : full->neginf;
+  const std::uint64_t nan = counts ? counts->nan : full->nan;
+  if (field == "zeros") return number(counts ? counts->zeros : full->zeros);
+  if (field == "nan") return number(nan);
+  if (field == "posinf") return number(posinf);
+  if (field == "neginf") return number(neginf);
+  if (field == "inf") return number(posinf + neginf);
+  if (field == "nonfinite") return number(nan + posinf + neginf);
   return std::nullopt;
 }
 

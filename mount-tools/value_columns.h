@@ -7,6 +7,7 @@
 
 #include <nlohmann/json_fwd.hpp>
 
+#include "index/read/statistics.h"
 #include "index/records/checkpoint_index.h"
 #include "mount-tools/where.h"
 #include "shard/value_counts.h"
@@ -30,10 +31,10 @@ std::string CountsColumns(const TensorMeta& meta, const std::optional<ValueCount
 
 // The fields of a condition on tensors (docs/numbers.md, "Conditions").
 std::optional<Condition::Kind> KindOfField(std::string_view field);
-// The value of a field of a tensor.
+// The value of a field of a tensor. `full`: the statistics that `stats --full` kept; null: none.
 std::optional<Condition::Value> FieldOf(const TensorEntry& tensor,
                                         const std::optional<ValueCounts>& counts,
-                                        std::string_view field);
+                                        const TensorStatistics* full, std::string_view field);
 
 }  // namespace tensormount::tools
 

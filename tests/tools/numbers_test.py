@@ -87,6 +87,14 @@ class NumbersTest(harness.ToolTest):
             with self.subTest(condition):
                 self.assertIn(position, self.run_tool("ls", self.store / "one", "--where", condition, expect=2).stderr)
 
+    def test_conditions_use_full_statistics_that_were_kept(self):
+        tm.save({"a": np.array([3, 4], "<f4"), "b": np.array([1, -1], "<f4")}, self.store / "one", statistics="off")
+        self.assertEqual(self.keys(self.store / "one", "--where", "norm > 0 or nan = 0", expect=1), [])
+        self.run_tool("stats", "--full", self.store / "one")
+        self.assertEqual(self.keys(self.store / "one", "--where", "norm = 5"), ["a"])
+        self.assertEqual(self.keys(self.store / "one", "--where", "mean = 0 and min < 0 and absmax = max"), ["b"])
+        self.assertEqual(self.keys(self.store / "one", "--where", "nan = 0 and counted = 0"), ["a", "b"])
+
     def test_columns_and_json(self):
         tm.save({"w": np.array([0, 0.1, np.nan], "<f4"), "none": np.empty(0, "<f2")}, self.store / "one")
         tm.save({"w": np.array([0, 0.1, np.nan], "<f4")}, self.store / "off", statistics="off", reuse="off")
