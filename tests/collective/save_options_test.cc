@@ -607,8 +607,8 @@ TEST_F(SaveOptionsTest, PageHashesVerifyARowByItsPages) {
                          HostFileSystem().ReadFile(Path(name) + "/manifest/r1.tmm", 1 << 20));
     ASSERT_OK_AND_ASSIGN(const Manifest decoded, DecodeManifest(manifest, "r1.tmm"));
     EXPECT_EQ(decoded.extras.pages, name == "with");
-    // Chunks of 35 and 2 leaves, and the header of the file. Random bits have NaNs, so that a row of
-    // counts takes 3 hashes.
+    // Chunks of 35 and 2 leaves, and the header of the file. Random bits have NaNs, so that a row
+    // of counts takes 3 hashes.
     EXPECT_EQ(decoded.leaves.size(), 36u + 2 + 2 * 3 + (name == "with" ? 1 + 550 + 35 : 0));
   }
 }
