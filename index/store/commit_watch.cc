@@ -190,13 +190,21 @@ struct CommitWatch::Core {
     commit.generation = listing.generation;
     commit.parent = listing.parent;
     commit.derived = listing.derived;
-    // Read before the uuid: if another checkpoint took the name, the uuid is another one.
-    const Result<std::optional<std::uint64_t>> nonfinite = CountNonfinite(fs, directory);
     const Result<CheckpointInfo> info = ReadManifestInfo(fs, directory);
     const bool good = info.ok() && info.value().uuid == listing.uuid;
-    if (good && nonfinite.ok()) commit.nonfinite = nonfinite.value();
     commit.created = good ? info.value().created : commit_mtime;
     return commit;
+  }
+
+  // After the look at all names, which must be short: a checkpoint that moves meanwhile is reported
+  // after later ones.
+  void ReadNonfinite(Commit& commit) const {
+    if (commit.removed || commit.name.empty()) return;
+    const Result<std::optional<std::uint64_t>> nonfinite = CountNonfinite(fs, commit.path());
+    if (!nonfinite.ok()) return;
+    // If another checkpoint has the name by now, the counts may be of that one.
+    const Result<CheckpointInfo> info = ReadManifestInfo(fs, commit.path());
+    if (info.ok() && info.value().uuid == commit.uuid) commit.nonfinite = nonfinite.value();
   }
 
   Status ScanNames(bool whole, bool first, bool first_is_old) {
@@ -333,6 +341,7 @@ struct CommitWatch::Core {
     }
     const Status trash_read = ScanTrash(moved, first && first_is_old);
     std::ranges::sort(found, {}, [](const Commit& c) { return std::tie(c.generation, c.uuid); });
+    for (Commit& commit : found) ReadNonfinite(commit);
     const std::lock_guard lock(mutex);
     std::ranges::move(found, std::back_inserter(queue));
     if (!found.empty()) wake.notify_all();
