@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 class Statistics(NamedTuple):
     """Counts of the values of a tensor (`Tensor.stats`). A complex element counts as two values."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # In the place of tuple.count.
     zeros: int
     nan: int
     posinf: int

@@ -403,9 +403,11 @@ calls = {
     "load": lambda: tm.load({"w": numpy.zeros((6144, 1024), "f4")}, f"{url}/BIG/step-1"),
     "list": lambda: tm.Store(s3).list(),
 }
+print("ready", flush=True)
+sys.stdin.readline()  # The server hangs from now on.
 for name, call in calls.items():
-    print(name, flush=True)
     try:
+        print(name, flush=True)
         call()
         print("returned")
     except KeyboardInterrupt:
@@ -433,13 +435,17 @@ print((into == 7).all(), opened["w"][0, :2].shape, (into == 7).all())
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             self.addCleanup(child.kill)
             said = []
+            self.assertEqual(child.stdout.readline(), "ready\n")
+            server.held = True
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            before = 0  # Requests before this call: it may make its own before its name is read here.
             for line in child.stdout:
                 said.append(line.strip())
                 if said[-1] == "ended":
                     break
-                server.held = True
-                before = len(waiting)
                 self.wait_for(f"a request of {said[-1]}", lambda: len(waiting) > before)
+                before = len(waiting)
                 child.send_signal(signal.SIGINT)
             gate.set()
             server.held = False
